@@ -53,8 +53,9 @@ class EngineConfig:
     quantization: str | None = option(
         None,
         "Weights in few bits. unset: as the checkpoint says; fp8, int8, int4, mxfp4: quantize the matrices of a 16-bit "
-        "checkpoint (or a GGUF file) while loading; a .json file, or JSON: which of these (or 16bit) each module gets, by "
-        "name or regex; awq, gptq, compressed-tensors, …: refuse a checkpoint of another kind",
+        "checkpoint (or a GGUF file) while loading; a .json file, or JSON: which of these (or 16bit) each module gets, "
+        "by name or regex; auto:5: int4, int8 or 16 bits by measured sensitivity, 5 bits a weight on average; awq, "
+        "gptq, compressed-tensors, …: refuse a checkpoint of another kind",
         "model",
     )
     seed: int = option(0, "Seed for requests without their own", "model")

@@ -45,7 +45,7 @@ CASES = {
     "qwen3-nvfp4": ("nvfp4", QWEN3),
 }
 DEFAULT = ["qwen3-fp8", "gpt-oss-mxfp4", "qwen3-int4"]
-TOKENS = (1, 8, 64, 256, 2048, 8192)
+TOKENS = (1, 4, 8, 64, 256, 1024, 2048, 8192)
 CHECKED = (1, 3, 8, 40, 300)
 BANDWIDTH = 4300.0
 """GB/s of an H200, measured."""
@@ -241,6 +241,7 @@ class Timer:
 
 def describe(config: ExpertsConfig) -> str:
     text = "vector" if config.kernel == "vector" else f"m{config.block_m}" + (" tma" if config.tma else "")
+    text = f"scratch {text}" if config.kernel == "scratch" else text
     for block in (config.gate_up, config.down):
         text += f" | n{block.n} w{block.warps}" + (f" k{block.k} s{block.stages}" if block.k else "")
     return text
@@ -262,6 +263,12 @@ def explore(name: str, timer: Timer, tokens: int, deadline: float) -> tuple[Expe
         if time.perf_counter() > deadline and best is not None:
             break
         chosen: dict[str, GemmTile] = {}
+        if group.base.kernel == "scratch":
+            us = timer.whole(group.base)
+            print(f"  {name} {tokens:5} whole    {describe(group.base)}: {us:.1f} us", flush=True)
+            if us < best_us:
+                best, best_us = group.base, us
+            continue
         for part, blocks in (("gate_up", group.gate_ups), ("down", group.downs)):
             times = {}
             for block in blocks:

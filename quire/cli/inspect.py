@@ -71,6 +71,7 @@ def run(args: argparse.Namespace) -> int:
     model = read_model_config(files, config.hf_overrides)
     print(table(_shape_rows(model)), flush=True)
     print(table([("tokenizer", _describe_tokenizer(config, files))]), flush=True)
+    config = _resolved(config, files, model)
     found = _examine(config, files, model)
     _print_formats(found)
     found.misfits.raise_if_any()
@@ -86,13 +87,24 @@ def _examine(config: EngineConfig, files: ModelFiles, model: ModelConfig) -> Exa
     return examine(config, files, model, choose(config.device), model_len(config, model))
 
 
+def _resolved(config: EngineConfig, files: ModelFiles, model: ModelConfig) -> EngineConfig:
+    """With --quantization auto:BITS, the table that it stands for: measured, as an engine would at its start."""
+    if not (config.quantization or "").startswith("auto"):
+        return config
+    from quire.platforms import choose
+    from quire.worker.sensitivity import resolve_auto
+
+    return resolve_auto(config, files, model, choose(config.device))
+
+
 def _print_formats(found: Examination) -> None:
     rows = [("quantization", found.scheme or "none")]
     rows += [("" if index else "formats", str(each)) for index, each in enumerate(found.layers)]
     total = readable_bytes(found.nbytes)
     for index, use in enumerate(found.formats):
         held = f" as {use.layout}" if use.layout else ""
-        share = f"{readable_bytes(use.nbytes)}: {use.format}, {use.matrices} matrices{held}; {use.kernels}"
+        count = f"{use.matrices} matri{'x' if use.matrices == 1 else 'ces'}"
+        share = f"{readable_bytes(use.nbytes)}: {use.format}, {count}{held}; {use.kernels}"
         rows.append(("" if index else f"{total} in all", share))
     rows += [("" if index else "disagreement", each) for index, each in enumerate(found.disagreements)]
     print(table(rows), flush=True)
@@ -108,6 +120,7 @@ def _print_json(config: EngineConfig) -> int:
 
     files = find_model(config)
     model = read_model_config(files, config.hf_overrides)
+    config = _resolved(config, files, model)
     found = _examine(config, files, model)
     problems = found.misfits.described
     report: dict[str, Any] = {

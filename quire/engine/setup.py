@@ -27,6 +27,7 @@ from quire.scheduler.policies.registry import make_policy
 from quire.scheduler.prefix_groups import PrefixGroups
 from quire.scheduler.scheduler import Scheduler
 from quire.sessions.keeper import SessionKeeper
+from quire.worker.sensitivity import resolve_auto
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +61,7 @@ def make_engine(
     begin = time.monotonic()
     backend = executor_backend(config)
     platform = backend.choose_platform(config)
+    config = resolve_auto(config, files, model, platform)
     longest = model_len(config, model)
     rows, tokens = budgets(config, platform, longest)
     limits = StepLimits(longest, rows, tokens)

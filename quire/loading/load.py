@@ -225,9 +225,9 @@ def compare(
                 f"{name}: {tuple(weight.shape)} in the checkpoint, {tuple(wrong[0])} in the model"
             )
             continue
-        dtype = getattr(weight, "dtype", None)
+        dtype: torch.dtype | None = getattr(weight, "dtype", None)
         expected = next((types for types in map(_types, wanted) if dtype is not None and dtype not in types), None)
-        if expected is not None:
+        if expected is not None and dtype is not None:
             misfits.wrong_dtype.append(f"{name}: {_words((dtype,))} in the checkpoint, {_words(expected)} expected")
         else:
             matched.append((weight, wanted))

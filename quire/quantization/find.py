@@ -77,6 +77,8 @@ def on_load_kinds(wish: str | None) -> Mapping[str, str] | str | None:
         return wish
     if wish in SCHEMES:
         return None
+    if wish.startswith("auto:"):
+        raise ValueError(f"quantization {wish!r} was not resolved: see worker/sensitivity.py")
     if wish.lstrip().startswith("{"):
         try:
             table = json.loads(wish)
@@ -89,13 +91,16 @@ def on_load_kinds(wish: str | None) -> Mapping[str, str] | str | None:
         table = read_json(path)
     else:
         known = ", ".join(sorted({*KINDS, *SCHEMES, "gguf"}))
-        raise ConfigError(f"quantization must be one of {known}, or a .json file; got {wish!r}", "quantization", wish)
+        raise ConfigError(
+            f"quantization must be one of {known}, auto:BITS, or a .json file; got {wish!r}", "quantization", wish
+        )
     if not table or not all(isinstance(each, str) for each in table.values()):
         example = f'{{".*\\\\.down_proj": "int8", ".*_proj": "int4", "lm_head": "{UNQUANTIZED}"}}'
         raise ConfigError(
             f"quantization must give modules by name or regex, as {example}; got {table!r}", "quantization", wish
         )
-    return table  # type: ignore[no-any-return]
+    found: dict[str, str] = table
+    return found
 
 
 def on_load_identity(config: EngineConfig) -> str:

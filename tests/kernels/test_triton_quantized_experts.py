@@ -14,6 +14,7 @@ from quire.kernels.reference import TorchOps  # isort: skip
 from quire.kernels.triton.quantized import experts as quantized
 
 from quire.kernels.triton.moe.common import ChosenExperts, ExpertsConfig, GemmTile  # isort: skip
+from quire.kernels.triton.quantized.expert_scratch import dequantize_stack  # isort: skip
 from quire.kernels.triton.quantized.expert_stacks import Stack, stack_of  # isort: skip
 from quire.kernels.triton.quantized.expert_tiles import encode  # isort: skip
 from quire.kernels.triton.quantized.expert_vectors import vector_experts  # isort: skip
@@ -182,6 +183,23 @@ def test_tiles_equal_a_loop_over_pairs(kind: str) -> None:
     assert_close(given.run(TILE if kind in DEQUANTIZED else BLOCK_TILE), given.expected())
 
 
+@pytest.mark.parametrize("kind", DEQUANTIZED)
+def test_a_dequantized_stack_equals_the_reference(kind: str) -> None:
+    weight = make(kind, (2, 40, 160))
+    stack = stack_of(weight)
+    assert stack is not None
+    buffer = torch.zeros(2 * 40 * 160 + 8, dtype=HALF, device=DEVICE)
+    assert torch.equal(dequantize_stack(stack, buffer), weight.dequantize())
+    assert not buffer[-8:].any()
+
+
+@pytest.mark.parametrize("kind", ["grouped-4-32", "mxfp4"])
+def test_very_many_tokens_multiply_the_dequantized_stack(kind: str) -> None:
+    given = case(kind, 3, 64, 32, biased=True, activation="clamped_swiglu")
+    config = ExpertsConfig("scratch", GemmTile(64, 32, 4, 2), GemmTile(64, 32, 4, 2), 16)
+    assert_close(given.run(config), given.expected())
+
+
 @pytest.mark.parametrize("kind", ["block", "int8-token"])
 def test_tall_tiles_are_not_transposed(kind: str) -> None:
     given = case(kind, 40, 128, 128)
@@ -251,5 +269,6 @@ def test_configurations_exist_for_any_number_of_tokens(kind: str) -> None:
     assert gate_up is not None
     assert down is not None
     kernels = [quantized.config_of(gate_up, down, 2, tokens, False).kernel for tokens in (1, 4, 8, 100, 100_000)]
-    assert kernels == ["vector", "vector", "tile", "tile", "tile"]
+    many = "tile" if gate_up.quantizes else "scratch"
+    assert kernels == ["vector", "vector", "tile", many, many]
     assert quantized.config_of(gate_up, down, 2, 1, True) == quantized.config_of(gate_up, down, 2, 5000, True)

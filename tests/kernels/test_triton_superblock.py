@@ -9,14 +9,14 @@ from tests.kernels.gguf_blocks import random_blocks
 from tests.kernels.triton_target import DEVICE, HALF, ON_GPU
 
 from quire.kernels.reference import TorchOps  # isort: skip
+from quire.kernels.triton.ops import TritonOps  # isort: skip
 from quire.kernels.triton.quantized import superblock  # isort: skip
-from quire.kernels.triton.quantized.superblock import (
+from quire.kernels.triton.quantized.superblock import (  # isort: skip
     SuperblockConfig,
     SuperblockProducts,
     superblock_linear,
     superblock_values,
-)  # isort: skip
-
+)
 from quire.kernels.weights.superblock import KINDS, SuperblockWeight  # isort: skip
 
 OUTPUTS = 20  # no multiple of a block
@@ -103,3 +103,39 @@ def test_batch_invariant_rows_do_not_depend_on_their_batch() -> None:
 def test_a_compiled_kernel_serves_every_row_count_of_its_tile() -> None:
     kernels = SuperblockProducts(TorchOps(), False).kernels_of(weight_of("Q4_K"), True, False, True, 16)
     assert len(kernels) == 2  # for up to 8 rows, and up to 16
+
+
+@pytest.mark.parametrize("limit", [0, 100], ids=["dequantized", "pairs"])
+def test_experts(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(superblock, "MAX_PAIRS", limit)
+    gate_up, down = stack_of("Q4_1", 3, 64, 32), stack_of("Q8_0", 3, 32, 32)
+    x, weights = random(5, 32), torch.rand(5, 2, device=DEVICE)
+    experts = torch.tensor([[0, 2], [2, 1], [1, 7], [-1, 0], [-1, -1]], dtype=torch.int32, device=DEVICE)
+    out = SuperblockProducts(TritonOps(), False).experts(x, weights, experts, gate_up, down)
+    dense = (stack.dequantize().float() for stack in (gate_up, down))
+    expected = TorchOps().experts(x.float(), weights, experts, *dense)
+    assert out.dtype == HALF
+    assert ((out - expected).norm() / expected.norm()).item() < 2 * TOLERANCE[HALF]
+    assert torch.equal(out[4], torch.zeros_like(out[4]))
+
+
+def test_experts_with_biases() -> None:
+    gate_up, down = stack_of("Q4_1", 3, 64, 32), stack_of("Q8_0", 3, 32, 32)
+    x, weights, biases = random(2, 32), torch.rand(2, 1, device=DEVICE), (random(3, 64), random(3, 32))
+    experts = torch.tensor([[2], [1]], dtype=torch.int32, device=DEVICE)
+    out = SuperblockProducts(TritonOps(), False).experts(x, weights, experts, gate_up, down, "silu", *biases)
+    for token, expert in enumerate((2, 1)):
+        wide = x[token].float() @ gate_up[expert].dequantize().float().T + biases[0][expert].float()
+        gate, up = wide.chunk(2)
+        narrow = torch.nn.functional.silu(gate) * up
+        expected = weights[token] * (narrow @ down[expert].dequantize().float().T + biases[1][expert].float())
+        assert ((out[token] - expected).norm() / expected.norm()).item() < 2 * TOLERANCE[HALF]
+
+
+def stack_of(name: str, count: int, outputs: int, width: int) -> SuperblockWeight:
+    weight = SuperblockWeight.allocate(
+        (count, outputs, width), HALF, lambda shape, kind: torch.zeros(shape, dtype=kind, device=DEVICE), KINDS[name]
+    )
+    for index in range(count):
+        weight.write(index, torch.from_numpy(random_blocks(name, outputs, width, index)))
+    return weight

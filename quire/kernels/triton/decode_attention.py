@@ -30,7 +30,7 @@ import triton
 import triton.language as tl
 
 from quire.kernels.kv import LayerKV, QuantizedKV
-from quire.kernels.triton.kv_codes import decode_even, decode_odd, read_arguments
+from quire.kernels.triton.kv_codes import as_keys, decode_even, decode_odd, read_arguments
 from quire.kernels.triton.launch import INTERPRETED, gdc_launch_dependents, gdc_wait, num_sms, pdl
 
 PLANNED_AT_ONCE = 32
@@ -60,8 +60,8 @@ def decode_tile(head_dim: int, itemsize: int, quantized: bool = False) -> Decode
     """The tile shape for a head size; found with benchmarks/gpu/decode_attention.py and kv_formats.py on an H200."""
     if INTERPRETED:
         return DecodeTile(16, 4, 1, 2)
-    if quantized:
-        return DecodeTile(32, 4, 3, 2) if head_dim * itemsize > 512 else DecodeTile(64, 4, 4, 4)
+    if quantized and head_dim * itemsize <= 256:
+        return DecodeTile(64, 2, 4, 4, min_tiles=1)
     if head_dim * itemsize > 256:
         return DecodeTile(32, 4, 3, 2)
     return DecodeTile(32, 2, 5, 4)
@@ -213,7 +213,7 @@ def _decode(
     WINDOW: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr, OWN_P2: tl.constexpr, KV_HEADS: tl.constexpr,
     DIM: tl.constexpr, DIM_P2: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr, SHARED: tl.constexpr, CODES: tl.constexpr,
-    TOKEN_SCALES: tl.constexpr, VALUES: tl.constexpr, PDL: tl.constexpr,
+    TOKEN_SCALES: tl.constexpr, VALUES: tl.constexpr, FAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A program's range of tiles, segment by segment; a segment is the part of the range in one row and KV head."""
     # tl.dot needs at least 16 rows; the row's queries of a group (OWN) fill some of them.
@@ -259,11 +259,13 @@ def _decode(
         if CODES:
             e = tl.arange(0, DIM_P2 // 2)
             in_pairs = (e < DIM // 2)[None, :]
-            q_even = tl.load(query + 2 * e[None, :], mask=is_query[:, None] & in_pairs, other=0.0)
-            q_odd = tl.load(query + 2 * e[None, :] + 1, mask=is_query[:, None] & in_pairs, other=0.0)
+            qs = tl.load(query + d[None, :], mask=is_query[:, None] & in_dim[None, :], other=0.0)
+            qs, q_factors = as_keys(qs)
+            q_even, q_odd = tl.split(tl.reshape(qs, [M, DIM_P2 // 2, 2]))
             keys = kv + head.to(tl.int64) * stride_head + e[None, :]
             if not TOKEN_SCALES:
                 factor = scale * tl.load(scales + head)
+            q_factors = (q_factors * factor)[:, None]
         else:
             qs = tl.load(query + d[None, :], mask=is_query[:, None] & in_dim[None, :], other=0.0)
             keys = kv + head.to(tl.int64) * stride_head + d[None, :]
@@ -300,19 +302,21 @@ def _decode(
                 else:
                     k = tl.trans(tl.load(keys + at, mask=in_pairs, other=0))
                     v = tl.load(keys + stride_half + at, mask=in_pairs, other=0)
-                factors, v_scales = factor, 1.0
+                scores = tl.dot(q_even, decode_even(k, CODES, q_even.dtype, FAST), input_precision=PRECISION)
+                scores = tl.dot(q_odd, decode_odd(k, CODES, q_odd.dtype, FAST), scores, input_precision=PRECISION)
+                scores = scores * q_factors
+                v_scales = 1.0
                 if TOKEN_SCALES:
                     at_scale = scales + block * (stride_block // 2) + head * BLOCK + position % BLOCK
-                    factors = tl.load(at_scale, mask=seen, other=0.0)[None, :] * scale
+                    scores = scores * tl.load(at_scale, mask=seen, other=0.0)[None, :]
                     v_scales = tl.load(at_scale + KV_HEADS * BLOCK, mask=seen, other=0.0)
-                scores = tl.dot(q_even, decode_even(k, CODES, q_even.dtype), input_precision=PRECISION)
-                scores = tl.dot(q_odd, decode_odd(k, CODES, q_odd.dtype), scores, input_precision=PRECISION)
-                scores = tl.where(visible, scores * factors, float("-inf"))
+                scores = tl.where(visible, scores, float("-inf"))
                 p, keep, best, weight = scaled_softmax(scores, v_scales, best, weight, TOKEN_SCALES)
                 p = p.to(VALUES)
-                acc_even = tl.dot(p, decode_even(v, CODES, VALUES), acc_even * keep[:, None],
+                acc_even = tl.dot(p, decode_even(v, CODES, VALUES, FAST), acc_even * keep[:, None],
                                   input_precision=PRECISION)  # fmt: skip
-                acc_odd = tl.dot(p, decode_odd(v, CODES, VALUES), acc_odd * keep[:, None], input_precision=PRECISION)
+                acc_odd = tl.dot(p, decode_odd(v, CODES, VALUES, FAST), acc_odd * keep[:, None],
+                                 input_precision=PRECISION)  # fmt: skip
             else:
                 at = (block * stride_block + (position % BLOCK) * DIM)[:, None]
                 there = seen[:, None] & in_dim[None, :]

@@ -1,16 +1,17 @@
 """8-bit codes of keys and values in Triton kernels: from and to floating point, by integer operations on their bits.
 
-Codes are widened to the queries' dtype in registers before a product: sums of FP8 tensor-core products have fewer bits
-than float32 on Hopper. Every code is exact in float16 and in bfloat16, so the products are those of 16-bit values, and
+Codes are widened to 16 bits in registers before a product: sums of FP8 tensor-core products have fewer bits than
+float32 on Hopper. Every code is exact in float16 and in bfloat16, so the products are those of 16-bit values, and
 scales are multiplied in float32: those of keys with the scores, those of values with the probabilities or the result.
 
-A conversion instruction would yield 16 values per cycle and SM where a decode reads about 21; the tricks below need
-two to three ordinary instructions per value, of which 128 start per cycle. They go through PTX, because the compiler
-does not use 32-bit operations on pairs of 16-bit values by itself:
+float16 is cheaper to widen to, so keys are (`as_keys`), and values if probabilities need no scales of tokens. The
+conversions go through PTX, because the compiler does not use 32-bit operations on pairs of 16-bit values by itself:
 
-- e4m3 to bfloat16, float16: exponent and mantissa are shifted to their places; the difference of the exponents' biases
-  is a multiplication by 2^120 or 2^8, which is exact for subnormal codes too.
+- e4m3 to float16: an instruction for two values, from compute capability 8.9 on. Before, and to bfloat16: exponent and
+  mantissa are shifted to their places; the difference of the exponents' biases is a multiplication by 2^8 or 2^120,
+  which is exact for subnormal codes too. 2 to 2.5 instructions per value.
 - int8 to float16: the byte with its sign bit flipped, as the mantissa of 1024 + n; 1152 is subtracted.
+  1 to 1.5 instructions per value, where a conversion instruction would yield 16 values per cycle and SM.
 - int8 to bfloat16, which has only seven bits of mantissa: the low seven bits n as 128 + n, and the sign bit as 128 or
   256, which is subtracted.
 
@@ -21,6 +22,7 @@ Codes are never NaN (`encode` writes none), and the bits of NaN would be read as
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -28,7 +30,7 @@ import triton
 import triton.language as tl
 
 from quire.kernels.kv import LEAST_SCALE, QuantizedKV
-from quire.kernels.triton.launch import INTERPRETED
+from quire.kernels.triton.launch import INTERPRETED, arch
 
 NONE, FP8, INT8 = 0, 1, 2
 """`CODES` of kernels."""
@@ -36,6 +38,12 @@ NONE, FP8, INT8 = 0, 1, 2
 _FP8: tl.constexpr = tl.constexpr(FP8)
 _LEAST_SCALE: tl.constexpr = tl.constexpr(LEAST_SCALE)
 _PLAIN: tl.constexpr = tl.constexpr(INTERPRETED)
+
+
+@functools.cache
+def has_e4m3() -> bool:
+    """Whether the device converts e4m3 in hardware."""
+    return arch() >= 89
 
 
 def code_arguments(kv: torch.Tensor | QuantizedKV) -> dict[str, Any]:
@@ -47,15 +55,33 @@ def code_arguments(kv: torch.Tensor | QuantizedKV) -> dict[str, Any]:
 
 
 def read_arguments(kv: torch.Tensor | QuantizedKV) -> dict[str, Any]:
-    """Keyword arguments of a kernel that reads a layer's cache: `VALUES` is the dtype of the product with V.
+    """Keyword arguments of a kernel that reads a layer's cache: `VALUES` is the dtype of the product with V, if there
+    are codes, and `FAST` says whether e4m3 is converted in hardware.
 
-    Probabilities times the scales of tokens may be below float16's range, so that product is in bfloat16 then.
+    Probabilities are at most 1, which suits float16. Times the scales of tokens they may be below its range, so that
+    product is in bfloat16.
     """
     arguments = code_arguments(kv)
-    dtype = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}.get(kv.dtype, tl.float32)
+    dtype = tl.float32 if kv.dtype == torch.float32 else tl.float16
     if arguments["TOKEN_SCALES"] and dtype == tl.float16 and not INTERPRETED:  # which has no products of bfloat16
         dtype = tl.bfloat16
-    return arguments | {"VALUES": dtype}
+    return arguments | {"VALUES": dtype, "FAST": not INTERPRETED and has_e4m3()}
+
+
+@triton.jit
+def as_keys(q):
+    """(queries [rows, dim] in the dtype that keys are widened to, factors [rows] of their scores).
+
+    bfloat16 becomes float16: a row is divided by the power of two below its largest value. What is lost of values less
+    than 2^-17 of that is below 2^-25 of it, as little as the sum in float32 loses.
+    """
+    if q.dtype == tl.bfloat16:
+        wide = q.to(tl.float32)
+        exponent = tl.max(tl.abs(wide), 1).to(tl.int32, bitcast=True) & 0x7F800000
+        inverse = (0x7F000000 - exponent).to(tl.float32, bitcast=True)
+        return (wide * inverse[:, None]).to(tl.float16), exponent.to(tl.float32, bitcast=True)
+    else:  # noqa: RET505 (a compile-time branch)
+        return q, tl.full([q.shape[0]], 1.0, tl.float32)
 
 
 @triton.jit
@@ -105,12 +131,12 @@ def _plain(code, CODES: tl.constexpr):
 
 
 @triton.jit
-def decode(code, CODES: tl.constexpr, DTYPE: tl.constexpr):
-    """Codes (uint8 or int8, four adjacent ones in a thread) in the dtype of queries, not scaled."""
-    if _PLAIN or tl.float32 == DTYPE:
+def decode(code, CODES: tl.constexpr, DTYPE: tl.constexpr, FAST: tl.constexpr):
+    """Codes (uint8 or int8, four adjacent ones in a thread) in 16 or 32 bits, not scaled."""
+    if _PLAIN or DTYPE == tl.float32:
         return _plain(code, CODES).to(DTYPE)
     elif CODES == _FP8:  # noqa: RET505
-        if tl.bfloat16 == DTYPE:
+        if DTYPE == tl.bfloat16:
             return tl.inline_asm_elementwise(
                 """{
                 .reg .b32 w, t, c0, c1;
@@ -129,8 +155,19 @@ def decode(code, CODES: tl.constexpr, DTYPE: tl.constexpr):
                 }""",
                 "=r,=r,r", [code], dtype=tl.bfloat16, is_pure=True, pack=4,
             )  # fmt: skip
-        return tl.inline_asm_elementwise(
-            """{
+        elif FAST:
+            return tl.inline_asm_elementwise(
+                """{
+                .reg .b16 a, b;
+                mov.b32 {a, b}, $2;
+                cvt.rn.f16x2.e4m3x2 $0, a;
+                cvt.rn.f16x2.e4m3x2 $1, b;
+                }""",
+                "=r,=r,r", [code], dtype=tl.float16, is_pure=True, pack=4,
+            )  # fmt: skip
+        else:
+            return tl.inline_asm_elementwise(
+                """{
                 .reg .b32 w, t, c0;
                 mov.b32 c0, 0x5c005c00;
                 prmt.b32 w, $2, 0, 0x1404;
@@ -144,9 +181,9 @@ def decode(code, CODES: tl.constexpr, DTYPE: tl.constexpr):
                 lop3.b32 t, w, 0x80008000, t, 0xea;
                 mul.f16x2 $1, t, c0;
                 }""",
-            "=r,=r,r", [code], dtype=tl.float16, is_pure=True, pack=4,
-        )  # fmt: skip
-    elif tl.bfloat16 == DTYPE:
+                "=r,=r,r", [code], dtype=tl.float16, is_pure=True, pack=4,
+            )  # fmt: skip
+    elif DTYPE == tl.bfloat16:
         return tl.inline_asm_elementwise(
             """{
             .reg .b32 w, a, b, c0;
@@ -179,12 +216,12 @@ def decode(code, CODES: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def decode_even(pair, CODES: tl.constexpr, DTYPE: tl.constexpr):
-    """The first codes of pairs (int16) in the dtype of queries, not scaled."""
-    if _PLAIN or tl.float32 == DTYPE:
+def decode_even(pair, CODES: tl.constexpr, DTYPE: tl.constexpr, FAST: tl.constexpr):
+    """The first codes of pairs (int16) in 16 or 32 bits, not scaled."""
+    if _PLAIN or DTYPE == tl.float32:
         return _plain(pair, CODES).to(DTYPE)
     elif CODES == _FP8:  # noqa: RET505
-        if tl.bfloat16 == DTYPE:
+        if DTYPE == tl.bfloat16:
             return tl.inline_asm_elementwise(
                 """{
                 .reg .b32 s, t, c0, c1;
@@ -198,8 +235,20 @@ def decode_even(pair, CODES: tl.constexpr, DTYPE: tl.constexpr):
                 }""",
                 "=r,r", [pair], dtype=tl.bfloat16, is_pure=True, pack=2,
             )  # fmt: skip
-        return tl.inline_asm_elementwise(
-            """{
+        elif FAST:
+            return tl.inline_asm_elementwise(
+                """{
+                .reg .b16 a, b;
+                .reg .b32 w;
+                prmt.b32 w, $1, 0, 0x4420;
+                mov.b32 {a, b}, w;
+                cvt.rn.f16x2.e4m3x2 $0, a;
+                }""",
+                "=r,r", [pair], dtype=tl.float16, is_pure=True, pack=2,
+            )  # fmt: skip
+        else:
+            return tl.inline_asm_elementwise(
+                """{
                 .reg .b32 s, t, c0;
                 mov.b32 c0, 0x5c005c00;
                 shl.b32 s, $1, 8;
@@ -208,9 +257,9 @@ def decode_even(pair, CODES: tl.constexpr, DTYPE: tl.constexpr):
                 lop3.b32 t, s, 0x80008000, t, 0xea;
                 mul.f16x2 $0, t, c0;
                 }""",
-            "=r,r", [pair], dtype=tl.float16, is_pure=True, pack=2,
-        )  # fmt: skip
-    elif tl.bfloat16 == DTYPE:
+                "=r,r", [pair], dtype=tl.float16, is_pure=True, pack=2,
+            )  # fmt: skip
+    elif DTYPE == tl.bfloat16:
         return tl.inline_asm_elementwise(
             """{
             .reg .b32 a, b, c0;
@@ -234,12 +283,12 @@ def decode_even(pair, CODES: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def decode_odd(pair, CODES: tl.constexpr, DTYPE: tl.constexpr):
-    """The second codes of pairs (int16) in the dtype of queries, not scaled."""
-    if _PLAIN or tl.float32 == DTYPE:
+def decode_odd(pair, CODES: tl.constexpr, DTYPE: tl.constexpr, FAST: tl.constexpr):
+    """The second codes of pairs (int16) in 16 or 32 bits, not scaled."""
+    if _PLAIN or DTYPE == tl.float32:
         return _plain(pair >> 8, CODES).to(DTYPE)
     elif CODES == _FP8:  # noqa: RET505
-        if tl.bfloat16 == DTYPE:
+        if DTYPE == tl.bfloat16:
             return tl.inline_asm_elementwise(
                 """{
                 .reg .b32 t, c0, c1;
@@ -252,8 +301,20 @@ def decode_odd(pair, CODES: tl.constexpr, DTYPE: tl.constexpr):
                 }""",
                 "=r,r", [pair], dtype=tl.bfloat16, is_pure=True, pack=2,
             )  # fmt: skip
-        return tl.inline_asm_elementwise(
-            """{
+        elif FAST:
+            return tl.inline_asm_elementwise(
+                """{
+                .reg .b16 a, b;
+                .reg .b32 w;
+                prmt.b32 w, $1, 0, 0x4431;
+                mov.b32 {a, b}, w;
+                cvt.rn.f16x2.e4m3x2 $0, a;
+                }""",
+                "=r,r", [pair], dtype=tl.float16, is_pure=True, pack=2,
+            )  # fmt: skip
+        else:
+            return tl.inline_asm_elementwise(
+                """{
                 .reg .b32 t, c0;
                 mov.b32 c0, 0x5c005c00;
                 shr.u32 t, $1, 1;
@@ -261,9 +322,9 @@ def decode_odd(pair, CODES: tl.constexpr, DTYPE: tl.constexpr):
                 lop3.b32 t, $1, 0x80008000, t, 0xea;
                 mul.f16x2 $0, t, c0;
                 }""",
-            "=r,r", [pair], dtype=tl.float16, is_pure=True, pack=2,
-        )  # fmt: skip
-    elif tl.bfloat16 == DTYPE:
+                "=r,r", [pair], dtype=tl.float16, is_pure=True, pack=2,
+            )  # fmt: skip
+    elif DTYPE == tl.bfloat16:
         return tl.inline_asm_elementwise(
             """{
             .reg .b32 w, a, b, c0;

@@ -30,7 +30,7 @@ import triton
 import triton.language as tl
 
 from quire.kernels.kv import LayerKV, QuantizedKV
-from quire.kernels.triton.kv_codes import decode, read_arguments
+from quire.kernels.triton.kv_codes import as_keys, decode, read_arguments
 from quire.kernels.triton.launch import INTERPRETED, gdc_launch_dependents, gdc_wait, pdl
 
 LOG2_E = 1.4426950408889634
@@ -129,11 +129,17 @@ def _key_offsets(table, start, columns, BLOCK: tl.constexpr, BLOCK_N: tl.constex
 
 
 @triton.jit
-def _scale_offsets(table, start, columns, BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, STRIDE: tl.constexpr):
-    """Offsets of the scales of keys start to start + BLOCK_N; `STRIDE`: between blocks."""
+def _token_scales(scales, table, start, exists, columns, KV_HEADS: tl.constexpr, BLOCK: tl.constexpr,
+                  BLOCK_N: tl.constexpr, STRIDE: tl.constexpr):  # fmt: skip
+    """Scales of keys and of values start to start + BLOCK_N. `scales`: of this head; `STRIDE`: between blocks.
+
+    One load for both: of a tensor with fewer elements than threads Triton makes every thread load all that it needs.
+    """
     position = start + tl.arange(0, BLOCK_N)
     blocks = tl.load(table + position // BLOCK, mask=position // BLOCK < columns, other=0)
-    return blocks.to(tl.int64) * STRIDE + position % BLOCK
+    at = blocks.to(tl.int64) * STRIDE + position % BLOCK
+    both = at[:, None] + (tl.arange(0, 2) * (KV_HEADS * BLOCK))[None, :]
+    return tl.split(tl.load(scales + both, mask=exists[:, None], other=0.0))
 
 
 @triton.jit
@@ -167,6 +173,8 @@ def _softmax(scores, best, weight, scale):
     """Online softmax: (weights of a tile's keys, factor for earlier sums, best score so far, sum of weights)."""
     higher = tl.maximum(best, tl.max(scores, 1) * scale)
     keep = tl.exp2(best - higher)
+    if len(scale.shape) == 1:  # of each query
+        scale = scale[:, None]
     p = tl.exp2(scores * scale - higher[:, None])
     return p, keep, higher, weight * keep + tl.sum(p, 1)
 
@@ -177,7 +185,7 @@ def _prefill(
     STRIDE_BLOCK: tl.constexpr, STRIDE_HEAD: tl.constexpr, WINDOW: tl.constexpr, GROUP: tl.constexpr,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_P2: tl.constexpr, BLOCK: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, STAGES: tl.constexpr, SKEWED: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
-    scales, CODES: tl.constexpr, TOKEN_SCALES: tl.constexpr, VALUES: tl.constexpr,
+    scales, CODES: tl.constexpr, TOKEN_SCALES: tl.constexpr, VALUES: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """One tile of queries, one KV head: matrix row m is token m // GROUP and head m % GROUP of the group."""
     if PDL:
@@ -217,14 +225,13 @@ def _prefill(
     table = tables + row.to(tl.int64) * stride_table
     keys = kv + head.to(tl.int64) * STRIDE_HEAD + d[None, :]
     values = keys + stride_half
-    k_scales = scales
     v_scale = 1.0
     if CODES:
-        if TOKEN_SCALES:
-            k_scales = scales + head * BLOCK
-        else:
+        if not TOKEN_SCALES:
             scale = scale * tl.load(scales + head)
             v_scale = tl.load(scales + KV_HEADS + head)
+        qs, q_factors = as_keys(qs)
+        scale = scale * q_factors
     best = tl.full([BLOCK_M], -1e30, tl.float32)
     weight = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, DIM_P2], tl.float32)
@@ -243,24 +250,26 @@ def _prefill(
             offsets = _key_offsets(table, past, stride_table, BLOCK, BLOCK_N, STRIDE_BLOCK, DIM)
             v = tl.load(values + offsets[:, None], mask=exists & in_dim, other=0.0)
             if CODES:
-                k = decode(k, CODES, qs.dtype)
-                v = decode(v, CODES, VALUES)
+                k = decode(k, CODES, qs.dtype, FAST)
+                v = decode(v, CODES, VALUES, FAST)
             scores = tl.dot(qs, tl.trans(k), input_precision=PRECISION)
             acc = tl.dot(p.to(v.dtype), v, acc * keep[:, None], input_precision=PRECISION)
             if TOKEN_SCALES:
-                there_now = _exists(n, start, low, end, WINDOW)
-                at_scale = k_scales + _scale_offsets(table, start, stride_table, BLOCK, BLOCK_N, STRIDE_BLOCK // 4)
-                scores = scores * tl.load(at_scale, mask=there_now, other=0.0)[None, :]
+                k_scales, v_scales = _token_scales(
+                    scales + head * BLOCK, table, start, _exists(n, start, low, end, WINDOW), stride_table,
+                    KV_HEADS, BLOCK, BLOCK_N, STRIDE_BLOCK // 4,
+                )  # fmt: skip
+                scores = scores * k_scales[None, :]
             scores = _mask(scores, start, n, position, first, last, WINDOW, BLOCK_N)
             p, keep, best, weight = _softmax(scores, best, weight, scale)
             if TOKEN_SCALES:
-                p = p * tl.load(at_scale + KV_HEADS * BLOCK, mask=there_now, other=0.0)[None, :]
+                p = p * v_scales[None, :]
         start = tl.multiple_of(last // BLOCK_N * BLOCK_N, BLOCK_N)
         exists = _exists(n, start, low, end, WINDOW)[:, None]
         offsets = _key_offsets(table, start, stride_table, BLOCK, BLOCK_N, STRIDE_BLOCK, DIM)
         v = tl.load(values + offsets[:, None], mask=exists & in_dim, other=0.0)
         if CODES:
-            v = decode(v, CODES, VALUES)
+            v = decode(v, CODES, VALUES, FAST)
         acc = tl.dot(p.to(v.dtype), v, acc * keep[:, None], input_precision=PRECISION)
     else:
         for start in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
@@ -270,17 +279,19 @@ def _prefill(
             k = tl.load(keys + offsets[:, None], mask=exists & in_dim, other=0.0)
             v = tl.load(values + offsets[:, None], mask=exists & in_dim, other=0.0)
             if CODES:
-                k = decode(k, CODES, qs.dtype)
-                v = decode(v, CODES, VALUES)
+                k = decode(k, CODES, qs.dtype, FAST)
+                v = decode(v, CODES, VALUES, FAST)
             scores = tl.dot(qs, tl.trans(k), input_precision=PRECISION)
             if TOKEN_SCALES:
-                there_now = _exists(n, start, low, end, WINDOW)
-                at_scale = k_scales + _scale_offsets(table, start, stride_table, BLOCK, BLOCK_N, STRIDE_BLOCK // 4)
-                scores = scores * tl.load(at_scale, mask=there_now, other=0.0)[None, :]
+                k_scales, v_scales = _token_scales(
+                    scales + head * BLOCK, table, start, _exists(n, start, low, end, WINDOW), stride_table,
+                    KV_HEADS, BLOCK, BLOCK_N, STRIDE_BLOCK // 4,
+                )  # fmt: skip
+                scores = scores * k_scales[None, :]
             scores = _mask(scores, start, n, position, first, last, WINDOW, BLOCK_N)
             p, keep, best, weight = _softmax(scores, best, weight, scale)
             if TOKEN_SCALES:
-                p = p * tl.load(at_scale + KV_HEADS * BLOCK, mask=there_now, other=0.0)[None, :]
+                p = p * v_scales[None, :]
             acc = tl.dot(p.to(v.dtype), v, acc * keep[:, None], input_precision=PRECISION)
     result = acc / weight[:, None]
     if CODES:

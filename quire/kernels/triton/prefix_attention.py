@@ -23,7 +23,6 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.kernels.kv import LayerKV, QuantizedKV
 from quire.kernels.triton.decode_attention import (
     ENTRY,
     ENTRY_SIZE,
@@ -37,7 +36,8 @@ from quire.kernels.triton.decode_attention import (
     plan_ranges,
     scaled_softmax,
 )
-from quire.kernels.triton.kv_codes import decode, read_arguments
+from quire.kernels.kv import LayerKV, QuantizedKV
+from quire.kernels.triton.kv_codes import as_keys, decode, read_arguments
 from quire.kernels.triton.launch import INTERPRETED, gdc_launch_dependents, gdc_wait, num_sms, pdl
 
 SEARCHED_AT_ONCE = 128
@@ -128,7 +128,7 @@ def _prefix(
     stride_q, stride_block, stride_half, stride_head, stride_table, scales,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_P2: tl.constexpr, M: tl.constexpr,
     MEMBERS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
-    CODES: tl.constexpr, TOKEN_SCALES: tl.constexpr, VALUES: tl.constexpr, PDL: tl.constexpr,
+    CODES: tl.constexpr, TOKEN_SCALES: tl.constexpr, VALUES: tl.constexpr, FAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A program's range, segment by segment; a segment is the part of the range in one query tile and KV head."""
     program = tl.program_id(0)
@@ -160,9 +160,12 @@ def _prefix(
         best = tl.full([M], float("-inf"), tl.float32)
         weight = tl.zeros([M], tl.float32)
         acc = tl.zeros([M, DIM_P2], tl.float32)
-        factor = scale
-        if CODES and not TOKEN_SCALES:
-            factor = scale * tl.load(scales + head)
+        if CODES:
+            factor = scale
+            if not TOKEN_SCALES:
+                factor = scale * tl.load(scales + head)
+            qs, q_factors = as_keys(qs)
+            q_factors = (q_factors * factor)[:, None]
         for start in tl.range(tile * TILE, (tile + take) * TILE, TILE, num_stages=STAGES):
             position = start + tl.arange(0, TILE)
             seen = position < length
@@ -172,14 +175,14 @@ def _prefix(
             k = tl.load(keys + at, mask=held, other=0.0)
             v = tl.load(keys + stride_half + at, mask=held, other=0.0)
             if CODES:
-                k = decode(k, CODES, qs.dtype)
-                v = decode(v, CODES, VALUES)
-                factors, v_scales = factor, 1.0
+                k = decode(k, CODES, qs.dtype, FAST)
+                v = decode(v, CODES, VALUES, FAST)
+                scores = tl.dot(qs, tl.trans(k), input_precision=PRECISION) * q_factors
+                v_scales = 1.0
                 if TOKEN_SCALES:
                     at_scale = scales + block * (stride_block // 4) + head * BLOCK + position % BLOCK
-                    factors = tl.load(at_scale, mask=seen, other=0.0)[None, :] * scale
+                    scores = scores * tl.load(at_scale, mask=seen, other=0.0)[None, :]
                     v_scales = tl.load(at_scale + KV_HEADS * BLOCK, mask=seen, other=0.0)
-                scores = tl.dot(qs, tl.trans(k), input_precision=PRECISION) * factors
                 scores = tl.where(seen[None, :], scores, float("-inf"))
                 p, keep, best, weight = scaled_softmax(scores, v_scales, best, weight, TOKEN_SCALES)
                 acc = tl.dot(p.to(VALUES), v, acc * keep[:, None], input_precision=PRECISION)

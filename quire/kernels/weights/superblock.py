@@ -202,6 +202,12 @@ class SuperblockWeight(QuantizedWeight):
     def with_tensors(self, tensors: dict[str, torch.Tensor], shape: Sequence[int]) -> SuperblockWeight:
         return SuperblockWeight(self.kind, tensors, self.dtype)
 
+    @property
+    def flat(self) -> SuperblockWeight:
+        """A stack's matrices one above the other."""
+        tensors = {name: tensor.flatten(0, -2) for name, tensor in self._tensors.items()}
+        return SuperblockWeight(self.kind, tensors, self.dtype)
+
     def codes(self) -> torch.Tensor:
         """The codes, uint8 [..., out, in]."""
         low = self.kind.low.unpack(self._tensors["codes"])

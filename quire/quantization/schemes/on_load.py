@@ -32,7 +32,8 @@ class OnLoadScheme:
                 )
         self._only_layers = isinstance(kinds, str)
         self._exact = table
-        self._patterns = [(_compiled(pattern), kind) for pattern, kind in table.items()]
+        # A plain name is not compiled: a table may have thousands.
+        self._patterns = [(_compiled(key), kind) for key, kind in table.items() if not re.fullmatch(r"[\w.]+", key)]
 
     def format_of(self, module: str) -> OnLoadFormat | None:
         """The format that the module's matrix is rounded to."""

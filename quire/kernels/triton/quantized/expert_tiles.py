@@ -22,13 +22,13 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from quire.kernels.triton.gates import gate_mul
 from quire.kernels.triton.launch import gdc_launch_dependents, gdc_wait, pdl
 from quire.kernels.triton.moe.common import ExpertsConfig, GemmTile
 from quire.kernels.triton.moe.layout import SPAN, ExpertLayout
 from quire.kernels.triton.moe.tile import GROUP, SWAPPED, WIDE
 from quire.kernels.triton.quantized.expert_codes import (
     affine,
-    gate_mul,
     power_of_two,
     scale_of,
     split_fp4,
@@ -271,42 +271,52 @@ def _group_values(
 
 
 @triton.jit
-def _dequantize(
-    code, scale, zero, minimum, factor, expert, first, column, k,
+def group_of(
+    scale, zero, minimum, factor, expert, first, column, k,
     KIND: tl.constexpr, N: tl.constexpr, K: tl.constexpr, ALL: tl.constexpr, G: tl.constexpr, BLOCK_N: tl.constexpr,
     DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Codes [BLOCK_N, inputs of one group] as numbers, each rounded once to DTYPE."""
-    if KIND == "codes":
+    """(scale, zero, minimum) of the group of input k, of BLOCK_N outputs, as `numbers` wants them."""
+    OFFSET: tl.constexpr = 128.0 if KIND == "int4" else 0.0  # of codes, by `split_int4`
+    base = tl.full((BLOCK_N,), OFFSET, DTYPE)
+    least = tl.zeros((BLOCK_N,), DTYPE)
+    if KIND == "codes" or KIND == "nvfp4":
         output = first + tl.minimum(column + tl.arange(0, BLOCK_N), N - 1)
-        own = tl.load(scale + expert.to(tl.int64) * ALL + output)
-        value = (code.to(tl.float32) * own[:, None]).to(DTYPE)
+        whole = expert.to(tl.int64) * ALL + output
+    if KIND == "codes":
+        own = tl.load(scale + whole)
     else:
         own = _group_values(scale, expert, first, column, k, N, K, ALL, G, BLOCK_N)
-        if KIND == "mxfp4":
-            value = times(code, power_of_two(own, DTYPE)[:, None], DTYPE)
-        elif KIND == "nvfp4":
-            output = first + tl.minimum(column + tl.arange(0, BLOCK_N), N - 1)
-            whole = tl.load(factor + expert.to(tl.int64) * ALL + output)
-            value = (code.to(tl.float32) * (own.to(tl.float32) * whole)[:, None]).to(DTYPE)
+        if KIND == "nvfp4":
+            own = own.to(tl.float32) * tl.load(factor + whole)
+        elif KIND == "mxfp4":
+            own = power_of_two(own, DTYPE)
+        elif minimum is not None:
+            least = _group_values(minimum, expert, first, column, k, N, K, ALL, G, BLOCK_N)
+        elif zero is not None:
+            base = _group_values(zero, expert, first, column, k, N, K, ALL, G, BLOCK_N)
+            base = (base.to(tl.float32) + OFFSET).to(DTYPE)
         else:
-            offset: tl.constexpr = 128.0 if KIND == "int4" else 0.0  # of codes, by `split_int4`
-            least = tl.zeros((BLOCK_N,), DTYPE)
-            base = tl.full((BLOCK_N,), offset + (8.0 if KIND == "int4" else 128.0), tl.float32)
-            if zero is not None:
-                base = _group_values(zero, expert, first, column, k, N, K, ALL, G, BLOCK_N).to(tl.float32) + offset
-            if minimum is not None:
-                least = _group_values(minimum, expert, first, column, k, N, K, ALL, G, BLOCK_N)
-                base = tl.full((BLOCK_N,), offset, tl.float32)
-            if KIND == "int8":
-                # 255 and 128 are exact in DTYPE.
-                code = code.to(DTYPE)
-            value = affine(code, base.to(DTYPE)[:, None], own[:, None], least[:, None], DTYPE)
+            base = tl.full((BLOCK_N,), OFFSET + (8.0 if KIND == "int4" else 128.0), DTYPE)
+    return own, base, least
+
+
+@triton.jit
+def numbers(code, group, KIND: tl.constexpr, DTYPE: tl.constexpr):
+    """Codes [outputs, inputs of one group] as numbers, each rounded once to DTYPE."""
+    if KIND == "codes" or KIND == "nvfp4":
+        value = (code.to(tl.float32) * group[0][:, None]).to(DTYPE)
+    elif KIND == "mxfp4":
+        value = times(code, group[0][:, None], DTYPE)
+    else:
+        if KIND == "int8":
+            code = code.to(DTYPE)  # 255 is exact
+        value = affine(code, group[1][:, None], group[0][:, None], group[2][:, None], DTYPE)
     return value
 
 
 @triton.jit
-def _split(codes, KIND: tl.constexpr, DTYPE: tl.constexpr):
+def split(codes, KIND: tl.constexpr, DTYPE: tl.constexpr):
     """(low, high) nibbles as numbers, without scale and zero."""
     if KIND == "int4":
         low, high = split_int4(codes, DTYPE)
@@ -316,25 +326,32 @@ def _split(codes, KIND: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _add_product(
-    total, low, high, codes, scale, zero, minimum, factor, expert, first, column, k,
+def _groups_of(
+    scale, zero, minimum, factor, expert, first, column, k,
     KIND: tl.constexpr, HALF: tl.constexpr, N: tl.constexpr, K: tl.constexpr, ALL: tl.constexpr, G: tl.constexpr,
     BLOCK_N: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
+    """The groups of low nibbles (or bytes) and of high ones."""
+    low = group_of(scale, zero, minimum, factor, expert, first, column, k, KIND, N, K, ALL, G, BLOCK_N, DTYPE)
+    high = low
+    if HALF and G % (2 * HALF) != 0:
+        high = group_of(
+            scale, zero, minimum, factor, expert, first, column, k + HALF, KIND, N, K, ALL, G, BLOCK_N, DTYPE
+        )  # fmt: skip
+    return low, high
+
+
+@triton.jit
+def _add_product(
+    total, low, high, codes, groups, KIND: tl.constexpr, HALF: tl.constexpr, DTYPE: tl.constexpr
+):  # fmt: skip
     """total + dequantized codes @ x.T, where low and high are the tiles of x that low and high nibbles belong to."""
     if HALF:
-        a, b = _split(codes, KIND, DTYPE)
-        a = _dequantize(a, scale, zero, minimum, factor, expert, first, column, k, KIND, N, K, ALL, G, BLOCK_N, DTYPE)
-        total = tl.dot(a, low.T, total, input_precision="ieee")
-        b = _dequantize(
-            b, scale, zero, minimum, factor, expert, first, column, k + HALF, KIND, N, K, ALL, G, BLOCK_N, DTYPE
-        )  # fmt: skip
-        total = tl.dot(b, high.T, total, input_precision="ieee")
+        a, b = split(codes, KIND, DTYPE)
+        total = tl.dot(numbers(a, groups[0], KIND, DTYPE), low.T, total, input_precision="ieee")
+        total = tl.dot(numbers(b, groups[1], KIND, DTYPE), high.T, total, input_precision="ieee")
     else:
-        a = _dequantize(
-            codes, scale, zero, minimum, factor, expert, first, column, k, KIND, N, K, ALL, G, BLOCK_N, DTYPE
-        )  # fmt: skip
-        total = tl.dot(a, low.T, total, input_precision="ieee")
+        total = tl.dot(numbers(codes, groups[0], KIND, DTYPE), low.T, total, input_precision="ieee")
     return total
 
 
@@ -370,28 +387,29 @@ def _dequantized(
     for start in tl.range(0, BYTES, BLOCK_B * UNROLL, num_stages=STAGES):
         for step in tl.static_range(UNROLL):
             b = start + step * BLOCK_B
+            k = b
             if HALF:
-                k = b // HALF * (2 * HALF) + b % HALF
-                low = tl.load(lines + k)
-                high = tl.load(lines + k + HALF)
-            else:
-                k = b
-                high = None
-                if K % BLOCK_B == 0:
-                    low = tl.load(lines + k)
-                else:
-                    low = tl.load(lines + k, mask=k + depth < K, other=0.0)
-            codes = _code_tile(weight, None, line, column, b, N, BYTES, BLOCK_N, BLOCK_B)
-            total = _add_product(
-                total, low, high, codes, scale, zero, minimum, factor, expert, 0, column, k,
-                KIND, HALF, N, K, ALL, G, BLOCK_N, DTYPE,
+                k = tl.multiple_of(b // HALF * (2 * HALF) + b % HALF, BLOCK_B)
+            # Scales first: these loads are waited for where they are used, the tiles' an iteration ahead.
+            groups = _groups_of(
+                scale, zero, minimum, factor, expert, 0, column, k, KIND, HALF, N, K, ALL, G, BLOCK_N, DTYPE
             )  # fmt: skip
             if GATED:
-                codes = _code_tile(weight, None, line + N, column, b, N, BYTES, BLOCK_N, BLOCK_B)
-                gated = _add_product(
-                    gated, low, high, codes, scale, zero, minimum, factor, expert, N, column, k,
-                    KIND, HALF, N, K, ALL, G, BLOCK_N, DTYPE,
+                up_groups = _groups_of(
+                    scale, zero, minimum, factor, expert, N, column, k, KIND, HALF, N, K, ALL, G, BLOCK_N, DTYPE
                 )  # fmt: skip
+            if HALF or K % BLOCK_B == 0:
+                low = tl.load(lines + k)
+            else:
+                low = tl.load(lines + k, mask=k + depth < K, other=0.0)
+            high = low
+            if HALF:
+                high = tl.load(lines + k + HALF)
+            codes = _code_tile(weight, None, line, column, b, N, BYTES, BLOCK_N, BLOCK_B)
+            total = _add_product(total, low, high, codes, groups, KIND, HALF, DTYPE)
+            if GATED:
+                codes = _code_tile(weight, None, line + N, column, b, N, BYTES, BLOCK_N, BLOCK_B)
+                gated = _add_product(gated, low, high, codes, up_groups, KIND, HALF, DTYPE)
     outputs = column + tl.arange(0, BLOCK_N)
     total = _with_bias(total, bias, expert, 0, outputs, N, ALL, 0)
     if GATED:

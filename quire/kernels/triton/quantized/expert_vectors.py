@@ -20,11 +20,11 @@ import torch
 import triton
 import triton.language as tl
 
+from quire.kernels.triton.gates import gate_mul
 from quire.kernels.triton.launch import gdc_launch_dependents, gdc_wait, pdl
 from quire.kernels.triton.moe.common import ChosenExperts, ExpertsConfig, GemmTile
 from quire.kernels.triton.quantized.expert_codes import (
     affine,
-    gate_mul,
     power_of_two,
     quantized,
     scale_of,
@@ -437,12 +437,11 @@ def _constants(
     size = depth // 2 if half else depth
     wide = min(_BYTES, half or _BYTES, group if kind not in ("block", "row", "codes") else _BYTES)
     reach = max(32 * wide * block.warps // slots, 128)
-    chunk = min(reach, triton.next_power_of_2(size))
-    if kind == "block":
-        chunk = max(chunk, 128)
-    # Shorter chunks, where the last one would be half empty.
-    while chunk > 256 and -(-size // chunk) * chunk - size >= chunk // 2:
-        chunk //= 2
+    # The longest chunk that the threads of a slot reach and that leaves few of them idle at the end of a row.
+    chunk = 128
+    for longer in (256, 512, 1024, 2048):
+        if longer <= min(reach, triton.next_power_of_2(size)) and -(-size // longer) * longer <= size * 9 // 8:
+            chunk = longer
     return {
         "E": experts,
         "TOP": top_k,

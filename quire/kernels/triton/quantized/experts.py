@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 
 from quire.kernels.triton.launch import INTERPRETED
-from quire.kernels.triton.moe.common import ChosenExperts, ExpertsConfig, GemmTile
+from quire.kernels.triton.moe.common import ChosenExperts, ExpertsConfig, ExpertsShape, GemmTile
 from quire.kernels.triton.moe.layout import LARGE, SMALL, arrange
 from quire.kernels.triton.moe.route import MAX_EXPERTS, route
 from quire.kernels.triton.moe.tile import combine
-from quire.kernels.triton.moe.tuning import BUCKETS
+from quire.kernels.triton.moe.tuning import BUCKETS, choose_experts
+from quire.kernels.triton.quantized.expert_scratch import scratch_experts
 from quire.kernels.triton.quantized.expert_stacks import Stack, stack_of
 from quire.kernels.triton.quantized.expert_tiles import BLOCK as GROUP
 from quire.kernels.triton.quantized.expert_tiles import tile_down, tile_gate_up
@@ -30,6 +32,8 @@ Task = Callable[[], object]
 
 MAX_VECTOR_TOKENS = 8
 """With more, tokens share experts often enough for tiles to pay."""
+SCRATCH_TOKENS = 80
+"""Tokens an expert from which on stacks are dequantized whole: measured with 4-bit weights on an H200."""
 MAX_VECTOR_BYTES = 4096
 """Of a weight row: a program holds whole rows in registers."""
 
@@ -64,7 +68,7 @@ def expert_outputs(
     activation: str = "silu",
 ) -> torch.Tensor:
     """`Ops.experts` by the kernel of `config`."""
-    kernel = vector_experts if config.kernel == "vector" else tile_experts
+    kernel = {"vector": vector_experts, "tile": tile_experts, "scratch": scratch_experts}[config.kernel]
     return kernel(x, routing, gate_up, down, config, gate_up_bias, down_bias, activation)
 
 
@@ -95,9 +99,13 @@ _SCALED = {
 }
 """(block_n, block_k, warps, stages) of (gate and up, down) by block_m, for 8-bit codes."""
 _DEQUANTIZED = {
-    16: ([(64, 256, 4, 3), (64, 128, 4, 4)], [(64, 128, 4, 4), (128, 256, 4, 3)]),
-    32: ([(64, 256, 4, 3), (64, 128, 4, 4)], [(128, 256, 4, 3), (64, 128, 4, 4)]),
-    64: ([(128, 128, 8, 3), (128, 320, 8, 3)], [(128, 320, 8, 3), (128, 128, 8, 3)]),
+    16: (
+        [(64, 256, 4, 3), (64, 128, 4, 4), (64, 128, 4, 8), (128, 128, 8, 4)],
+        [(64, 128, 4, 4), (64, 128, 4, 8), (128, 256, 4, 3), (128, 128, 8, 6)],
+    ),
+    32: ([(64, 256, 4, 3), (64, 128, 4, 4), (128, 128, 8, 4)], [(128, 256, 4, 3), (64, 128, 4, 4), (128, 128, 8, 4)]),
+    64: ([(128, 128, 8, 3), (128, 320, 8, 3), (64, 128, 4, 3)], [(128, 320, 8, 3), (128, 128, 8, 3), (64, 128, 4, 3)]),
+    128: ([(128, 128, 8, 3), (64, 128, 8, 3)], [(128, 128, 8, 3), (256, 128, 8, 3)]),
 }
 """The same for weights that are dequantized; block_k are inputs of an iteration."""
 
@@ -117,6 +125,11 @@ def candidates(gate_up: Stack, down: Stack, top_k: int, tokens: int) -> list[Can
         found.append(Candidates(ExpertsConfig("tile", gate_ups[0], downs[0], block_m, tma), gate_ups, downs))
     if found[0].base.kernel == "vector" and tokens > MAX_VECTOR_TOKENS // 2:
         found.append(found.pop(0))
+    if not (gate_up.quantizes or down.quantizes) and 4 * tokens * top_k > SCRATCH_TOKENS * gate_up.experts:
+        shape = ExpertsShape(gate_up.experts, top_k, down.inputs, gate_up.inputs)
+        config = replace(choose_experts(shape, tokens, gate_up.dtype), kernel="scratch")
+        first = tokens * top_k > SCRATCH_TOKENS * gate_up.experts
+        found.insert(0 if first else len(found), Candidates(config, [config.gate_up], [config.down]))
     return found
 
 
@@ -137,7 +150,7 @@ def _fits_vectors(stack: Stack) -> bool:
 
 INVARIANT = {
     True: ExpertsConfig("tile", GemmTile(128, 128, 8, 4), GemmTile(128, 128, 4, 4), 64),
-    False: ExpertsConfig("tile", GemmTile(64, 128, 4, 3), GemmTile(64, 128, 4, 3), 64),
+    False: ExpertsConfig("tile", GemmTile(128, 128, 8, 3), GemmTile(128, 128, 8, 3), 64),
 }
 """Batch-invariant: one shape for any number of tokens, so that sums always have the same order. By whether activations
 are quantized."""
@@ -180,7 +193,7 @@ def launches(
         vector_experts(zeros(1, hidden), routing(), gate_up, down, config, *biases(), activation, norm)
 
     def tile(config: ExpertsConfig) -> None:
-        tile_experts(zeros(1, hidden), routing(), gate_up, down, config, *biases(), activation)
+        expert_outputs(zeros(1, hidden), routing(), gate_up, down, config, *biases(), activation)
 
     tasks: dict[object, Task] = {
         "route": lambda: route(

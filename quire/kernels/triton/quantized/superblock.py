@@ -18,7 +18,7 @@ weight and row of block_m, with minimums 4.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,12 +30,15 @@ from triton import constexpr_function
 
 from quire.kernels.base import CompilableKernel
 from quire.kernels.triton.launch import INTERPRETED, gdc_launch_dependents, gdc_wait, pdl
+from quire.kernels.triton.moe.tile import combine
 from quire.kernels.triton.quantized.base import QuantizedProducts
 from quire.kernels.triton.skinny_gemm.common import finish, prefetch_rows, prefetch_shape
 from quire.kernels.weights.superblock import BlockKind, SuperblockWeight
 
 MAX_ROWS = 64
 """With more rows the matrix is dequantized for cuBLAS."""
+MAX_PAIRS = 512
+"""Pairs of tokens and experts that are multiplied one by one: each reads its expert's weights."""
 SCRATCH_VALUES = 16 << 20
 """Values dequantized at a time: few enough to be read back from L2."""
 
@@ -54,7 +57,7 @@ class SuperblockConfig:
     stages: int = 2
 
 
-INVARIANT = SuperblockConfig(block_n=32, block_m=64, slices=4)
+INVARIANT = SuperblockConfig(block_n=64, block_m=64, slices=1)
 """For any number of rows, so that a row's bits do not depend on its batch."""
 
 
@@ -92,7 +95,7 @@ def _fields(
 @triton.jit
 def _factor(fields, group: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, NIBBLES: tl.constexpr):
     """What the codes of a group are multiplied with."""
-    scales, minimums, ds, ms = fields
+    scales, _, ds, _ = fields
     factor = ds[group * GROUP // BLOCK]
     if len(scales) > 0:
         byte = scales[group // 4] >> (group % 4 * 8)
@@ -106,7 +109,7 @@ def _factor(fields, group: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexp
 @triton.jit
 def _offset(fields, group: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, NIBBLES: tl.constexpr):
     """What is subtracted from the products of a group, whose encoding has minimums."""
-    scales, minimums, ds, ms = fields
+    scales, minimums, _, ms = fields
     if len(minimums) > 0:
         offset = ms[0] * (_float((minimums[group // 4] >> (group % 4 * 8)) & 255) - 8388608.0)
     elif NIBBLES:
@@ -193,7 +196,8 @@ def _expanded(
     if ASM and high is None:
         code = tl.inline_asm_elementwise(
             _expand_asm(BITS, SHIFT, 0, 0, ZERO, HALF), "=r,=r,r",
-            [_load(codes, row, lane, k, K, first, TILE, BITS, RUN, EVEN)], dtype=x.dtype.element_ty, is_pure=True, pack=4,
+            [_load(codes, row, lane, k, K, first, TILE, BITS, RUN, EVEN)],
+            dtype=x.dtype.element_ty, is_pure=True, pack=4,
         )  # fmt: skip
     elif ASM and HIGH_RUN >= TILE:
         HIGH_SHIFT: tl.constexpr = first // HIGH_RUN % (8 // HIGH_BITS) * HIGH_BITS
@@ -225,7 +229,7 @@ def _ones_like(code, ASM: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows", "blocks"])
 def _linear(
-    x, codes, high, scale, minimum, d, m, bias, y, rows, N, blocks,
+    x, codes, high, scale, minimum, d, m, bias, experts, y, rows, N, blocks, E: tl.constexpr, TOP_K: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SLICES: tl.constexpr, STAGES: tl.constexpr, WIDTH: tl.constexpr,
     TILE: tl.constexpr, BITS: tl.constexpr, RUN: tl.constexpr, HIGH_BITS: tl.constexpr, HIGH_RUN: tl.constexpr,
     GROUP: tl.constexpr, BLOCK: tl.constexpr, ZERO: tl.constexpr, NIBBLES: tl.constexpr, EVEN: tl.constexpr,
@@ -233,13 +237,24 @@ def _linear(
 ):  # fmt: skip
     STEP: tl.constexpr = SLICES * WIDTH
     K = blocks * BLOCK  # so that the compiler knows that it is a multiple
+    end = K
     program = tl.program_id(0)
-    row_tiles = tl.cdiv(rows, BLOCK_M)
     # Consecutive programs share weights: same outputs, next rows.
-    line = program % row_tiles * BLOCK_M
+    row_tiles = tl.cdiv(rows, BLOCK_M) if experts is None else rows
+    line = program % row_tiles * (BLOCK_M if experts is None else 1)
     output = program // row_tiles * BLOCK_N
     # Outputs past the end repeat the last and are not stored.
     outputs = tl.minimum(output + tl.arange(0, BLOCK_N), N - 1).to(tl.int64)
+    origin = line
+    if experts is not None:  # a program has one pair of a token and an expert
+        if PDL:
+            gdc_wait()
+        expert = tl.load(experts + line)
+        ours = (expert >= 0) & (expert < E)
+        end = tl.where(ours, K, 0)
+        outputs += tl.where(ours, expert, 0).to(tl.int64) * N
+        origin = line // TOP_K
+        rows = line + 1
     if PDL:
         prefetch_rows(codes + outputs * (K * BITS // 8), K * BITS // 8, SPANS, SPAN)
     if SLICES > 1:
@@ -258,9 +273,9 @@ def _linear(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    source = x + lines.to(tl.int64) * K + lane
+    source = x + (lines - line + origin).to(tl.int64) * K + lane
     total = none
-    for base in tl.range(0, K, STEP, num_stages=STAGES):
+    for base in tl.range(0, end, STEP, num_stages=STAGES):
         k = base + slot
         for first in tl.static_range(0, WIDTH, TILE):
             code = _expanded(
@@ -341,14 +356,13 @@ def _planes(weight: SuperblockWeight) -> tuple[torch.Tensor | None, ...]:
 
 def choose(rows: int) -> SuperblockConfig:
     """The tile shape for a number of rows."""
-    if rows <= 8:
-        return SuperblockConfig(block_n=16, block_m=8, slices=4)
     if rows <= 16:
-        return SuperblockConfig(block_n=32, block_m=16, slices=4)
-    return SuperblockConfig(block_n=32, block_m=32 if rows <= 32 else 64, slices=4)
+        # One warp's 16 outputs: scales of more would take another way through shared memory.
+        return SuperblockConfig(block_n=16, block_m=8 if rows <= 8 else 16, slices=4)
+    return SuperblockConfig(block_n=64, block_m=32 if rows <= 32 else 64, slices=1)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Launch:
     """The kernel of a product, to be run or compiled."""
 
@@ -356,14 +370,24 @@ class _Launch:
     weight: SuperblockWeight
     bias: torch.Tensor | None
     config: SuperblockConfig
+    experts: torch.Tensor | None = None
+    """Of every pair: the weight is a stack, and row i of the result is x's row i // top_k times matrix experts[i]."""
+    top_k: int = 1
+
+    @property
+    def rows(self) -> int:
+        """Of the result."""
+        return len(self.x) if self.experts is None else self.experts.numel()
 
     def arguments(self, out: torch.Tensor) -> tuple[tuple[Any, ...], dict[str, Any], tuple[int]]:
         """(arguments, constexpr arguments and launch options, grid)."""
-        rows, (outputs, width), config = len(self.x), self.weight.shape, self.config
+        rows, (outputs, width), config = self.rows, self.weight.shape[-2:], self.config
         constants = _kind_constants(self.weight.kind, width)
         spans, span = prefetch_shape(config.block_n, width * constants["BITS"] // 8, 1, config.warps)
         options = {
             **constants,
+            "E": 1 if self.experts is None else self.weight.shape[0],
+            "TOP_K": self.top_k,
             "BLOCK_M": config.block_m,
             "BLOCK_N": config.block_n,
             "SLICES": config.slices,
@@ -375,22 +399,20 @@ class _Launch:
             "num_warps": config.warps,
             **pdl(),
         }
-        programs = triton.cdiv(outputs, config.block_n) * triton.cdiv(rows, config.block_m)
-        return (
-            (self.x, *_planes(self.weight), self.bias, out, rows, outputs, width // self.weight.kind.block),
-            options,
-            (programs,),
-        )
+        tiles = triton.cdiv(rows, config.block_m) if self.experts is None else rows
+        blocks = width // self.weight.kind.block
+        arguments = (self.x, *_planes(self.weight), self.bias, self.experts, out, rows, outputs, blocks)
+        return arguments, options, (triton.cdiv(outputs, config.block_n) * tiles,)
 
     def run(self) -> torch.Tensor:
-        out = self.x.new_empty(len(self.x), self.weight.shape[0])
+        out = self.x.new_empty(self.rows, self.weight.shape[-2])
         arguments, options, grid = self.arguments(out)
         _linear[grid](*arguments, **options)
         return out
 
     def compile(self) -> None:
         """Compile without running; the tensors may be on the `meta` device."""
-        out = self.x.new_empty(len(self.x), self.weight.shape[0])
+        out = self.x.new_empty(self.rows, self.weight.shape[-2])
         arguments, options, grid = self.arguments(out)
         _linear.warmup(*arguments, grid=grid, **options)
 
@@ -415,10 +437,15 @@ def superblock_values(
         block_n = 32 if rows is None else 1
         grid = (triton.cdiv(count, block_n), triton.cdiv(width, constants["WIDTH"]))
         _dequantize[grid](
-            *_planes(weight), rows, out, count, width // weight.kind.block, BLOCK_N=block_n, **constants, num_warps=4 if rows is None else 1,
-            **pdl(),
+            *_planes(weight), rows, out, count, width // weight.kind.block,
+            BLOCK_N=block_n, **constants, num_warps=4 if rows is None else 1, **pdl(),
         )  # fmt: skip
     return out
+
+
+def pair_linear(x: torch.Tensor, weight: SuperblockWeight, experts: torch.Tensor, top_k: int = 1) -> torch.Tensor:
+    """x's row i // top_k times matrix experts[i] of a stack, for every pair i; undefined where there is no such one."""
+    return _Launch(x.contiguous(), weight, None, choose(1), experts.contiguous(), top_k).run()
 
 
 class SuperblockProducts(QuantizedProducts):
@@ -434,6 +461,35 @@ class SuperblockProducts(QuantizedProducts):
         """Rows `tokens` of the matrix."""
         return superblock_values(weight, weight.dtype, tokens)
 
+    def experts(
+        self,
+        x: torch.Tensor,
+        weights: torch.Tensor,
+        experts: torch.Tensor,
+        gate_up: SuperblockWeight,
+        down: SuperblockWeight,
+        activation: str = "silu",
+        gate_up_bias: torch.Tensor | None = None,
+        down_bias: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Few pairs of tokens and experts: one by one. Many: all experts are dequantized for the 16-bit kernels."""
+        if not len(x):
+            return torch.empty_like(x)
+        plain = activation == "silu" and gate_up_bias is None and down_bias is None
+        if plain and not (x.dtype.itemsize == 2 and (self.invariant or experts.numel() <= MAX_PAIRS)):
+            stacks = (superblock_values(weight.flat, x.dtype).view(weight.shape) for weight in (gate_up, down))
+            return self.ops.experts(x, weights, experts, *stacks)
+        if x.dtype.itemsize != 2:
+            return super().experts(x, weights, experts, gate_up, down, activation, gate_up_bias, down_bias)
+        chosen = experts.flatten().clamp(0, gate_up.shape[0] - 1)
+        features = pair_linear(x, gate_up, experts, experts.shape[1])
+        if gate_up_bias is not None:
+            features += gate_up_bias[chosen]
+        results = pair_linear(self.ops.gate_mul(features, activation), down, experts)
+        if down_bias is not None:
+            results += down_bias[chosen]
+        return combine(results, weights.contiguous(), experts.contiguous(), gate_up.shape[0])
+
     def kernels_of(
         self, weight: SuperblockWeight, normed: bool, gated: bool, bias: bool, max_rows: int
     ) -> Sequence[CompilableKernel]:
@@ -447,6 +503,22 @@ class SuperblockProducts(QuantizedProducts):
                 x = torch.empty(rows, weight.shape[1], dtype=weight.dtype, device="meta")
                 found.setdefault(config, _Launch(x, described, added, config))
         return list(found.values())
+
+    def expert_kernels_of(
+        self,
+        gate_up: SuperblockWeight,
+        down: SuperblockWeight,
+        top_k: int,
+        renormalise: bool,
+        routed: int,
+        max_tokens: int,
+    ) -> dict[object, Callable[[], object]]:
+        def launch() -> None:
+            x = torch.zeros(1, gate_up.shape[2], dtype=gate_up.dtype, device=gate_up.device)
+            weights = torch.zeros(1, top_k, device=x.device)
+            self.experts(x, weights, torch.zeros(1, top_k, dtype=torch.int32, device=x.device), gate_up, down)
+
+        return {"pairs": launch}
 
     def _config(self, rows: int, dtype: torch.dtype) -> SuperblockConfig | None:
         """The tile shape; None: the matrix is dequantized."""
