@@ -8,7 +8,6 @@ from typing import Any
 from quire.api.inputs import PromptType, TokensPrompt
 from quire.api.llm import LLM
 from quire.errors import ConfigError
-
 from quire.messages.sampling import SamplingParams
 
 PACKAGE = "lm-eval"

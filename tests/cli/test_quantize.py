@@ -159,3 +159,35 @@ def test_quantized_checkpoints_and_full_folders_are_refused(quire, byte_llama, t
     assert again.code == 2 and "is quantized already (quant_method 'compressed-tensors')" in again.err
     full = quire("quantize", byte_llama, "-o", out, "--scheme", "W8A8")
     assert full.code == 2 and "not an empty folder" in full.err
+
+
+@pytest.mark.parametrize("algorithm", ["rtn", "gptq", "awq"])
+def test_experts_are_written_one_by_one(quire, byte_llama, tmp_path, text, algorithm):
+    """transformers may hold experts in stacks; compressed-tensors has a module for each."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    source, out = tmp_path / "source", tmp_path / "out"
+    tokenizer = AutoTokenizer.from_pretrained(byte_llama)
+    torch.manual_seed(3)
+    config = Qwen3MoeConfig(
+        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=64, moe_intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=16, num_experts=4, num_experts_per_tok=2,
+        max_position_embeddings=128, bos_token_id=None, eos_token_id=0,
+    )  # fmt: skip
+    Qwen3MoeForCausalLM(config).save_pretrained(source)
+    tokenizer.save_pretrained(source)
+    ran = quire(
+        "quantize", source, "-o", out, "--scheme", "W4A16", "--group-size", 32, "--algorithm", algorithm,
+        "--calibration", text, "--samples", 4, "--sample-length", 64, "--text", text,
+    )  # fmt: skip
+    assert ran.code == 0, ran.err
+    assert "perplexity" in ran.out and "before" in ran.out
+    written = load_file(out / "model.safetensors")
+    experts = {f"model.layers.{layer}.mlp.experts.{expert}.{part}_proj.weight_packed" for layer in (0, 1)
+               for expert in range(4) for part in ("gate", "up", "down")}  # fmt: skip
+    assert experts == {name for name in written if ".experts." in name and name.endswith("packed")}
+    routers = [f"model.layers.{layer}.mlp.gate" for layer in (0, 1)]
+    assert all(f"{name}.weight" in written for name in routers)
+    assert set(routers) <= set(json.loads((out / "config.json").read_text())["quantization_config"]["ignore"])
+    found = json.loads(quire("eval", out, "--text", text, "--against", source, "--json").out)["against"]
+    assert 0 < found["mean_kl"] < 0.05
