@@ -40,9 +40,9 @@ def choose(
         block_m = 32 if rows <= 32 else 64
         if silu and quantized:
             return GemmConfig("tile", 64, block_m, 128, 8, 6, tma=True, programs=1)
-        if blocked or not quantized:
-            return GemmConfig("tile", 64, block_m, 128, 4, 4, tma=True, programs=2)
-        return GemmConfig("tile", 64, block_m, 256, 4, 3, tma=True, programs=2)
+        if k > DEEP and quantized and not blocked:
+            return GemmConfig("tile", 64, block_m, 256, 4, 3, tma=True, programs=2)
+        return GemmConfig("tile", 64, block_m, 128, 4, 5 if quantized else 4, tma=True, programs=2)
     half = 2 if silu else 1
     if blocked:
         return GemmConfig("large", 128 // half, 64, 128, 4, 4, programs=2)
