@@ -9,8 +9,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.kernels.triton_target import DEVICE, HALF, ON_GPU
-
 from quire.kernels.reference import TorchOps
 from quire.kernels.triton.ops import TritonOps
 from quire.kernels.triton.quantized import weight_only
@@ -19,6 +17,7 @@ from quire.kernels.triton.quantized.gemm import WeightOnlyConfig, WeightOnlyGemm
 from quire.kernels.triton.quantized.weight_only import WeightOnlyProducts, run
 from quire.kernels.weights.fp4 import Fp4Weight
 from quire.kernels.weights.grouped import GroupedWeight
+from tests.kernels.triton_target import DEVICE, HALF, ON_GPU
 
 EPS = 1e-5
 TOLERANCE = 6e-3 if HALF is torch.bfloat16 else 1e-3
@@ -199,7 +198,7 @@ def test_what_the_kernels_do_not_support_is_computed_in_plain_torch(products: We
 def test_every_row_count_has_a_kernel_for_as_many_rows(rows: int, shape: tuple[int, int]) -> None:
     config = weight_only.choose(shape[0], shape[1] // 64, rows)
     assert config.kernel != "few" or rows <= config.block_m
-    assert rows <= 2048 or config.kernel == "dequantize"
+    assert (rows > weight_only.BUCKETS[-1]) == (config.kernel == "dequantize")
 
 
 def test_kernels_are_listed_for_compilation(products: WeightOnlyProducts) -> None:
