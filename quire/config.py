@@ -13,6 +13,10 @@ from quire import config_checks
 from quire.errors import ConfigError
 
 DTYPES = ("auto", "float32", "float", "bfloat16", "float16", "half")
+KV_CACHE_DTYPES = (
+    *("auto", "bfloat16", "float16", "float32"),
+    *("fp8", "fp8_e4m3", "fp8_per_token_head", "int8_per_token_head"),
+)
 LOAD_FORMATS = ("auto", "safetensors", "pt", "gguf", "dummy")
 
 
@@ -49,8 +53,9 @@ class EngineConfig:
     quantization: str | None = option(
         None,
         "Weights in few bits. unset: as the checkpoint says; fp8, int8, int4, mxfp4: quantize the matrices of a 16-bit "
-        "checkpoint (or a GGUF file) while loading; a .json file, or JSON: which of these (or 16bit) each module gets, by "
-        "name or regex; awq, gptq, compressed-tensors, …: refuse a checkpoint of another kind",
+        "checkpoint (or a GGUF file) while loading; a .json file, or JSON: which of these (or 16bit) each module gets, "
+        "by name or regex; auto:5: int4, int8 or 16 bits by measured sensitivity, 5 bits a weight on average; awq, "
+        "gptq, compressed-tensors, …: refuse a checkpoint of another kind",
         "model",
     )
     seed: int = option(0, "Seed for requests without their own", "model")
@@ -186,7 +191,14 @@ class EngineConfig:
         "needs its blocks",
         "memory",
     )
-    kv_cache_dtype: str = option("auto", "Data type of the KV cache; auto: the model's", "memory", choices=("auto",))
+    kv_cache_dtype: str = option(
+        "auto",
+        "How keys and values are stored. auto: in the dtype of activations, or in fp8 if the checkpoint says so; fp8: "
+        "e4m3 with the checkpoint's scales (1 if it has none); fp8_per_token_head, int8_per_token_head: in 8 bits with "
+        "a scale for each token and head. The name of a dtype must be that of activations",
+        "memory",
+        choices=KV_CACHE_DTYPES,
+    )
 
     max_num_seqs: int | None = option(None, "Most requests in one step; unset: by device", "scheduling")
     max_num_batched_tokens: int | None = option(None, "Most tokens in one step; unset: by device", "scheduling")

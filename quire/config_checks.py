@@ -85,6 +85,17 @@ def _check_quantization(config: EngineConfig) -> None:
         object.__setattr__(config, "quantization", None)
     elif value is not None and not isinstance(value, str):
         raise ConfigError(f"quantization must be a name, a file or JSON, got {value!r}", "quantization", value)
+    elif value is not None and value.startswith("auto"):
+        try:
+            bits = float(value.removeprefix("auto:"))
+        except ValueError:
+            bits = 0.0
+        if not 4 <= bits <= 16:
+            raise ConfigError(
+                f"quantization auto:BITS needs the average bits of a weight, 4 to 16, as auto:5; got {value!r}",
+                "quantization",
+                value,
+            )
 
 
 def _check_budgets(config: EngineConfig) -> None:

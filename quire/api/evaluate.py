@@ -1,8 +1,8 @@
 """How well a model predicts a text, and how far it is from another: perplexity, agreement, KL divergence.
 
-The text is tokenized once, as a prompt is, and read in windows of `window` tokens that begin `stride` tokens apart. Each
-token but the first is scored once, in the first window that contains it: with at least window - stride tokens before
-it, except in the first window. Probabilities are the softmax of the engine's logits, computed in float64.
+The text is tokenized once, as a prompt is, and read in windows of `window` tokens that begin `stride` tokens apart.
+Each token but the first is scored once, in the first window that contains it: with at least window - stride tokens
+before it, except in the first window. Probabilities are the softmax of the engine's logits, computed in float64.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ WINDOW = 1024
 
 
 @dataclass(frozen=True)
-class Comparison:
+class ModelDistance:
     """A model against a reference, over the same scored tokens."""
 
     model: str
@@ -59,7 +59,7 @@ class Evaluation:
     window: int
     stride: int
     seconds: float
-    against: Comparison | None = None
+    against: ModelDistance | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """As plain data."""
@@ -85,7 +85,7 @@ def windows(tokens: int, window: int, stride: int) -> Iterator[Window]:
         start += stride
 
 
-class Reader:
+class TextReader:
     """A loaded model that reads a text."""
 
     def __init__(self, config: EngineConfig, window: int | None) -> None:
@@ -102,7 +102,7 @@ class Reader:
 
     def encode(self, text: str) -> list[int]:
         """The text's tokens."""
-        return list(self._tokenizer(text)["input_ids"])
+        return list(self._tokenizer(text, verbose=False)["input_ids"])
 
 
 def evaluate(
@@ -111,19 +111,21 @@ def evaluate(
     reference: EngineConfig | None = None,
     window: int | None = None,
     stride: int | None = None,
+    max_tokens: int | None = None,
 ) -> Evaluation:
     """Evaluate a model on a text; `reference`: compare it with that model. Both are in memory at the same time.
 
-    `window`: at most the model's length; `stride`: half of it if None.
+    `window`: at most the model's length; `stride`: half of it if None. `max_tokens`: the rest of the text is not read.
     """
     begin = time.monotonic()
-    reader = Reader(config, window)
-    other = None if reference is None else Reader(reference, reader.window)
+    reader = TextReader(config, window)
+    other = None if reference is None else TextReader(reference, reader.window)
     try:
         tokens = reader.encode(text)
+        _check(tokens, reader, other, text)
+        tokens = tokens[:max_tokens]
         if len(tokens) < 2:
             raise ValidationError(f"the text has {len(tokens)} tokens; at least 2 are needed", "text")
-        _check(tokens, reader, other, text)
         step = reader.window // 2 if stride is None else stride
         if not 1 <= step < reader.window:  # a window's first token is not scored in it
             raise ValidationError(
@@ -154,9 +156,9 @@ class _Sums:
     divergence: float = 0.0
     largest: float = 0.0
 
-    def comparison(self, name: str) -> Comparison:
+    def comparison(self, name: str) -> ModelDistance:
         count = self.count
-        return Comparison(
+        return ModelDistance(
             model=name,
             perplexity=math.exp(self.other_loss / count),
             perplexity_ratio=math.exp((self.loss - self.other_loss) / count),
@@ -166,7 +168,7 @@ class _Sums:
         )
 
 
-def _check(tokens: list[int], reader: Reader, other: Reader | None, text: str) -> None:
+def _check(tokens: list[int], reader: TextReader, other: TextReader | None, text: str) -> None:
     if other is None:
         return
     if other.vocab_size != reader.vocab_size or other.encode(text) != tokens:
@@ -177,9 +179,7 @@ def _check(tokens: list[int], reader: Reader, other: Reader | None, text: str) -
 
 
 @torch.inference_mode()
-def _score(
-    tokens: Sequence[int], span: Window, model: SequenceModel, other: SequenceModel | None, sums: _Sums
-) -> None:
+def _score(tokens: Sequence[int], span: Window, model: SequenceModel, other: SequenceModel | None, sums: _Sums) -> None:
     """Add a window's scored tokens. The logits of position i predict token i + 1."""
     ids = tokens[span.start : span.stop]
     first = span.first - span.start - 1

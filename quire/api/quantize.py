@@ -1,4 +1,4 @@
-"""Writes a model's checkpoint in few bits: layer by layer, rounded to nearest, or by GPTQ or AWQ on calibration text."""
+"""Writes a model's checkpoint in few bits, layer by layer: rounded to nearest, or by GPTQ or AWQ."""
 
 from __future__ import annotations
 
@@ -84,6 +84,8 @@ class QuantizeReport:
     """What was written."""
 
     folder: Path
+    dtype: str
+    """Of what stays unquantized."""
     matrices: int = 0
     num_bytes: int = 0
     ignored: list[str] = field(default_factory=list)
@@ -100,8 +102,8 @@ class QuantizeReport:
 def quantize_checkpoint(config: EngineConfig, output: Path, settings: QuantizeSettings) -> QuantizeReport:
     """Write the configured model to the folder `output`, which must be empty or not exist.
 
-    `config.dtype` is the dtype of what stays in 16 bits, and of scales; auto: the checkpoint's, bfloat16 for a GGUF file
-    that is quantized. Only one layer is in memory at a time.
+    `config.dtype` is the dtype of what stays in 16 bits, and of scales; auto: the checkpoint's, bfloat16 for a
+    quantized GGUF file. Only one layer is in memory at a time.
     """
     files = find_model(config)
     model = read_model_config(files, config.hf_overrides)
@@ -110,15 +112,17 @@ def quantize_checkpoint(config: EngineConfig, output: Path, settings: QuantizeSe
         raise ValidationError(f"{output} exists and is not an empty folder", "output", str(output))
     stored = _stored_dtype(config, model)
     platform = choose(config.device)
-    # Calibration on a CPU is in float32: as fast as bfloat16 on most, and exact.
-    computed = "float32" if platform.device.type == "cpu" else str(stored).removeprefix("torch.")
+    fast = platform.device.type != "cpu" or (stored is torch.bfloat16 and platform.has_bfloat16)
+    computed = str(stored).removeprefix("torch.") if fast and settings.calibration else "float32"
     build = dataclasses.replace(config, dtype=computed, enforce_eager=True)
     sequences = _sequences(build, files, model, settings.calibration)
     length = max(map(len, sequences), default=16)
     checkpoint = open_checkpoint(files, config.load_format)
     output.mkdir(parents=True, exist_ok=True)
     writer = CheckpointWriter(output, settings.shard_bytes)
-    job = _Job(settings, stored, writer, QuantizeReport(output, calibration_tokens=sum(map(len, sequences))))
+    name = str(stored).removeprefix("torch.")
+    report = QuantizeReport(output, name, calibration_tokens=sum(map(len, sequences)))
+    job = _Job(settings, stored, writer, report)
     hidden: list[torch.Tensor] | None = None
     consumed: set[str] = set()
     with count_bar(f"quantizing {config.model}", model.num_layers) as show:
@@ -168,7 +172,7 @@ def _sequences(
     """The calibration text's tokens, in sequences spread evenly over it."""
     if calibration is None:
         return []
-    tokens = tokenizer_of(config, files)(calibration.text)["input_ids"]
+    tokens = tokenizer_of(config, files)(calibration.text, verbose=False)["input_ids"]
     length = min(calibration.length, model.max_position, len(tokens))
     if length < 2:
         raise ValidationError(f"the calibration text has {len(tokens)} tokens", "calibration")
@@ -237,11 +241,10 @@ class _Job:
         assert scheme.group is not None
         group = scheme.group
 
-        def restore(weight: torch.Tensor, importance: torch.Tensor) -> torch.Tensor:
-            rounded = round_groups(
-                weight, scheme.bits, group, scheme.symmetric, self._stored, True, importance
-            )  # fmt: skip
-            return restore_groups(rounded, scheme.bits, group)
+        def restore(weight: torch.Tensor) -> torch.Tensor:
+            return restore_groups(
+                round_groups(weight, scheme.bits, group, scheme.symmetric, self._stored), scheme.bits, group
+            )
 
         for scaling in stage.scalings():
             moments = stage.moments_of(scaling.readers)

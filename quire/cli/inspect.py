@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from quire.cli.engine_flags import add_common, add_engine_flags, add_model, engine_settings
 from quire.cli.inspect_memory import add_memory_flags, wants_memory
@@ -71,6 +71,7 @@ def run(args: argparse.Namespace) -> int:
     model = read_model_config(files, config.hf_overrides)
     print(table(_shape_rows(model)), flush=True)
     print(table([("tokenizer", _describe_tokenizer(config, files))]), flush=True)
+    config = _resolved(config, files, model)
     found = _examine(config, files, model)
     _print_formats(found)
     found.misfits.raise_if_any()
@@ -86,13 +87,24 @@ def _examine(config: EngineConfig, files: ModelFiles, model: ModelConfig) -> Exa
     return examine(config, files, model, choose(config.device), model_len(config, model))
 
 
+def _resolved(config: EngineConfig, files: ModelFiles, model: ModelConfig) -> EngineConfig:
+    """With --quantization auto:BITS, the table that it stands for: measured, as an engine would at its start."""
+    if not (config.quantization or "").startswith("auto"):
+        return config
+    from quire.platforms import choose
+    from quire.worker.sensitivity import resolve_auto
+
+    return resolve_auto(config, files, model, choose(config.device))
+
+
 def _print_formats(found: Examination) -> None:
     rows = [("quantization", found.scheme or "none")]
     rows += [("" if index else "formats", str(each)) for index, each in enumerate(found.layers)]
     total = readable_bytes(found.nbytes)
     for index, use in enumerate(found.formats):
         held = f" as {use.layout}" if use.layout else ""
-        share = f"{readable_bytes(use.nbytes)}: {use.format}, {use.matrices} matrices{held}; {use.kernels}"
+        count = f"{use.matrices} matri{'x' if use.matrices == 1 else 'ces'}"
+        share = f"{readable_bytes(use.nbytes)}: {use.format}, {count}{held}; {use.kernels}"
         rows.append(("" if index else f"{total} in all", share))
     rows += [("" if index else "disagreement", each) for index, each in enumerate(found.disagreements)]
     print(table(rows), flush=True)
@@ -108,9 +120,10 @@ def _print_json(config: EngineConfig) -> int:
 
     files = find_model(config)
     model = read_model_config(files, config.hf_overrides)
+    config = _resolved(config, files, model)
     found = _examine(config, files, model)
     problems = found.misfits.described
-    report = {
+    report: dict[str, Any] = {
         "model": config.model,
         "path": str(files.path),
         "architecture": model.architecture,
@@ -204,7 +217,8 @@ def _print_estimate(config: EngineConfig, files: ModelFiles, model: ModelConfig)
                 ("weights", f"{readable_bytes(plan.weights)} in {estimate.dtype}"),
                 (
                     "KV cache",
-                    f"{readable_bytes(estimate.token_bytes)} per token; {readable_bytes(plan.cache)} in total",
+                    f"{readable_bytes(estimate.token_bytes)} per token in {estimate.kv_format}; "
+                    f"{readable_bytes(plan.cache)} in total",
                 ),
                 ("capacity", f"{plan.cache_tokens} tokens in {plan.num_blocks - 1} blocks of {config.block_size}"),
                 ("", f"{full:.1f} sequences of the full {estimate.max_model_len} tokens"),
@@ -226,6 +240,7 @@ class MemoryEstimate:
     parameters: int
     active_parameters: int
     token_bytes: float
+    kv_format: str
     max_model_len: int
     max_num_seqs: int
     memory: MemoryPlan
@@ -250,6 +265,7 @@ def estimate_memory(config: EngineConfig, files: ModelFiles, model: ModelConfig)
         parameters=needs.parameters,
         active_parameters=needs.active_parameters,
         token_bytes=needs.block_bytes / config.block_size,
+        kv_format=str(needs.dtype).removeprefix("torch.") if needs.kv_format is None else needs.kv_format.name,
         max_model_len=longest,
         max_num_seqs=rows,
         memory=needs.plan(config, platform, free),

@@ -20,6 +20,8 @@ COMMANDS = {
     "bench": "measure throughput, latency or KV cache waste, or load-test a server",
     "pull": "download a model and print where it is",
     "inspect": "describe a model and the memory it needs, or show the memory of a server",
+    "quantize": "write a model's checkpoint in few bits",
+    "eval": "measure the perplexity of a model, and its distance from another",
     "sessions": "list, show, delete, export or import stored sessions",
     "replay": "rerun the steps of a recorded run and compare the sampled tokens",
     "tune": "measure which GPU kernels are fastest for a model, and store the result",

@@ -12,7 +12,7 @@ from quire.engine.core import EngineCore
 from quire.engine.engine_info import EngineInfo
 from quire.engine.grammar.grammars import Grammars
 from quire.engine.grammar.wire import ForkServerSpec
-from quire.engine.tiers import kv_fingerprint, make_sessions, make_tiers
+from quire.engine.tiers import kv_fingerprint, make_sessions, make_tiers, stored_dtype
 from quire.errors import ConfigError
 from quire.executor.base import ExecutorSpec, StepLimits
 from quire.executor.recording import RecordingExecutor
@@ -27,6 +27,7 @@ from quire.scheduler.policies.registry import make_policy
 from quire.scheduler.prefix_groups import PrefixGroups
 from quire.scheduler.scheduler import Scheduler
 from quire.sessions.keeper import SessionKeeper
+from quire.worker.sensitivity import resolve_auto
 
 logger = logging.getLogger(__name__)
 
@@ -60,13 +61,14 @@ def make_engine(
     begin = time.monotonic()
     backend = executor_backend(config)
     platform = backend.choose_platform(config)
+    config = resolve_auto(config, files, model, platform)
     longest = model_len(config, model)
     rows, tokens = budgets(config, platform, longest)
     limits = StepLimits(longest, rows, tokens)
     started = backend.start(ExecutorSpec(config, files, model, platform, limits, lockstep))
     memory = started.memory
     tables = BlockTables(memory.num_blocks, config.block_size, config.enable_prefix_caching)
-    fingerprint = kv_fingerprint(config, files, model, started.dtype)
+    fingerprint = kv_fingerprint(config, files, model, stored_dtype(config, files, model, started.dtype))
     keys = ContentKeys(config.block_size, fingerprint)
     tiers = make_tiers(config, fingerprint, tables, started.host_room)
 

@@ -21,6 +21,7 @@ from quire.sessions.keeper import SessionKeeper
 from quire.sessions.log import SessionStore
 from quire.sessions.pinned_blocks import PinnedBlocks
 from quire.sessions.session_kv import SessionKV
+from quire.worker.building import DTYPES, resolve_kv_dtype
 from quire.worker.moves import HostTierInfo
 
 logger = logging.getLogger(__name__)
@@ -29,8 +30,14 @@ LAYOUT = 1
 """Version of the layout of a block's bytes."""
 
 
+def stored_dtype(config: EngineConfig, files: ModelFiles, model: ModelConfig, dtype: str) -> str:
+    """How blocks store keys and values that are computed in `dtype`, for `kv_fingerprint`."""
+    name = resolve_kv_dtype(config, files, model)
+    return dtype if name == "auto" or name in DTYPES else f"{dtype} as {name.removesuffix('_e4m3')}"
+
+
 def kv_fingerprint(config: EngineConfig, files: ModelFiles, model: ModelConfig, dtype: str) -> bytes:
-    """What the content of blocks depends on besides their tokens."""
+    """What the content of blocks depends on besides their tokens. `dtype`: how they store keys and values."""
     weights = weights_fingerprint(files, model, config.load_format, config.seed)
     # With several ranks a block is the concatenation of their parts.
     sizes = (config.tensor_parallel_size, config.pipeline_parallel_size, config.pipeline_layers)

@@ -7,6 +7,7 @@ from typing import Protocol
 
 import torch
 
+from quire.kernels.kv import LayerKV
 from quire.kernels.weights.base import Weight
 
 
@@ -165,7 +166,7 @@ class Ops(Protocol):
         positions: torch.Tensor,
         cos_sin: torch.Tensor | None,
         norms: tuple[torch.Tensor, torch.Tensor, float] | None,
-        kv: torch.Tensor,
+        kv: LayerKV,
         slots: torch.Tensor,
         num_heads: int,
         num_kv_heads: int,
@@ -178,7 +179,8 @@ class Ops(Protocol):
         cos_sin  [max_position, rotary_dim] float32: cosines of the first half, then sines; None: no rotation.
                  Dimension i < rotary_dim / 2 is paired with i + rotary_dim / 2; those past rotary_dim are not rotated.
         norms    (q weight, k weight, eps): RMS norm over head_dim before the rotation; None: no norm
-        kv       one layer's cache [blocks, 2, kv_heads, block_size, head_dim] (any stride between blocks)
+        kv       one layer's cache [blocks, 2, kv_heads, block_size, head_dim] (any stride between blocks); K and V
+                 are rounded to qkv's dtype before they are quantized
         slots    [tokens] int64: block * block_size + offset
         """
         ...

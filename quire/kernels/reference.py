@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from quire.kernels.base import CompilableKernel
 from quire.kernels.gates import gate_mul
+from quire.kernels.kv import LayerKV, QuantizedKV
 from quire.kernels.weights.base import Weight, reference_linear
 
 
@@ -147,7 +148,7 @@ class TorchOps:
         positions: torch.Tensor,
         cos_sin: torch.Tensor | None,
         norms: tuple[torch.Tensor, torch.Tensor, float] | None,
-        kv: torch.Tensor,
+        kv: LayerKV,
         slots: torch.Tensor,
         num_heads: int,
         num_kv_heads: int,
@@ -160,9 +161,13 @@ class TorchOps:
         if cos_sin is not None:
             angles = cos_sin[positions].unsqueeze(1)
             q, k = _rotate(q, angles), _rotate(k, angles)
-        keys, values = kv.unbind(1)
         block_size = kv.shape[3]
         block, offset = slots // block_size, slots % block_size
+        if isinstance(kv, QuantizedKV):
+            kv.write(0, k, block, offset)
+            kv.write(1, v, block, offset)
+            return q
+        keys, values = kv.unbind(1)
         keys[block, :, offset] = k.to(kv.dtype)
         values[block, :, offset] = v.to(kv.dtype)
         return q

@@ -11,6 +11,7 @@ from torch import nn
 from quire.distributed.experts import ExpertRanks
 from quire.distributed.groups import Ranks
 from quire.kernels.base import Ops
+from quire.kernels.kv import KVFormat
 from quire.kernels.weights.base import QuantizedWeight
 from quire.layers.attention.base import AttentionBackend
 from quire.loading.model_config import ModelConfig
@@ -34,11 +35,14 @@ class BuildContext:
     """The ranks that whole experts are spread over; None: each rank has a part of every expert."""
     scheme: Scheme | None = None
     """What the checkpoint says about matrices in few bits; None: it has none."""
+    kv_format: KVFormat = None  # type: ignore[assignment]  # __post_init__ sets it
+    """How the KV cache is stored; unset: in `dtype`."""
     memory: MemoryArena = field(init=False)
     """Where the weights go."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "memory", MemoryArena(self.device))
+        object.__setattr__(self, "kv_format", self.kv_format or KVFormat(self.dtype))
 
     def parameter(self, *shape: int) -> nn.Parameter:
         """Memory for a weight; the checkpoint fills it."""

@@ -136,7 +136,8 @@ class SparseMLP(nn.Module):
     def create_weights(self, build: BuildContext, owner: str) -> None:
         """Make the experts' stacks in the format that the checkpoint has them in."""
         share, hidden = self.share, build.config.hidden_size
-        self._quantized = QuantizedExperts.find(build, owner, share, hidden, self.namings[0])
+        naming = ONE_BY_ONE if getattr(build.scheme, "stacks_experts", False) else self.namings[0]
+        self._quantized = QuantizedExperts.find(build, owner, share, hidden, naming)
         if self._quantized is not None:
             self.gate_up, self.down = self._quantized.gate_up, self._quantized.down
             return

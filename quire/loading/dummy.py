@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from quire.loading.weights import AnyTarget, AssemblyPart
+from quire.loading.weights import AnyTarget, Assembly, AssemblyPart
 
 _CPU = torch.device("cpu")
 _SCALE = 0.02
@@ -47,8 +47,6 @@ class DummyCodes:
 
     def read(self, keep: tuple[slice, ...] = ()) -> torch.Tensor:
         """The tensor, or the part that `keep` selects."""
-        if self.part.exact is not None:
-            return self.part.exact()[keep]
         device, dtype, sample = self.part.assembly.device, self.part.dtypes[0], self.part.sample
         if self.part.exact is not None:
             return self.part.exact()[keep]
@@ -74,8 +72,10 @@ class DummyCheckpoint:
     """A checkpoint with exactly the tensors that a model needs."""
 
     def __init__(self, targets: Mapping[str, Sequence[AnyTarget]], seed: int = 0) -> None:
-        found = {name: each for own, wanted in targets.items() for name, each in _apart(own, wanted).items()}
-        self._weights = [_dummy(name, each[0], seed) for name, each in found.items() if each]
+        apart = (_apart(own, wanted) for own, wanted in targets.items())
+        found = {name: each[0] for part in apart for name, each in part.items() if each}
+        optional = {name for name, each in found.items() if isinstance(each, AssemblyPart) and each.optional}
+        self._weights = [_dummy(name, each, seed) for name, each in found.items() if name not in optional]
 
     def __iter__(self) -> Iterator[DummyWeight | DummyCodes]:
         return iter(self._weights)
@@ -95,6 +95,9 @@ def _apart(name: str, wanted: Sequence[AnyTarget]) -> Mapping[str, Sequence[AnyT
 def _dummy(name: str, target: AnyTarget, seed: int) -> DummyWeight | DummyCodes:
     if isinstance(target, AssemblyPart):
         return DummyCodes(name, target, seed)
+    if target.into.dtype.itemsize == 1:
+        part = AssemblyPart(Assembly(lambda read: None, target.into.device, 0), "", target.shape, (target.into.dtype,))
+        return DummyCodes(name, part, seed)
     return DummyWeight(name, tuple(target.shape), seed, target.into.device)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,7 +15,7 @@ from quire.errors import CheckpointError, UnsupportedModelError
 from quire.loading.file_checkpoint import REOPEN_AFTER
 from quire.loading.gguf_header import GGUFHeader, TensorInfo, block_sizes, read_header
 from quire.loading.gguf_names import NAMES, hf_name, is_flat, is_transposed, row_order
-from quire.loading.stored_tensor import StoredTensor
+from quire.loading.weights import AnyTarget, AssemblyPart, StoredWeight
 
 # Values dequantized at a time: enough to keep threads busy, few enough that temporaries do not raise the memory peak.
 _CHUNK = 1 << 20
@@ -116,6 +116,20 @@ class GGUFWeight:
             return None
         return GGUFBlocks(self)
 
+    def forms_for(self, targets: Mapping[str, Sequence[AnyTarget]]) -> Sequence[StoredWeight]:
+        """The tensor in the form that the model's targets need: as blocks if they fill a weight in few bits, stacked
+        experts then one by one; otherwise as it is, to be dequantized."""
+        blocks = self.blocks
+        if blocks is None:
+            return [self]
+        if blocks.fills(targets):
+            return [blocks]
+        if len(self.shape) == 3:
+            matrices = [GGUFBlocks(self, index) for index in range(self.shape[0])]
+            if any(each.fills(targets) for each in matrices):
+                return matrices
+        return [self]
+
     def _read(self, keep: tuple[slice, ...]) -> torch.Tensor:
         shape = self.info.shape
         if len(shape) == 1:
@@ -155,35 +169,38 @@ class GGUFBlocks:
     """A tensor in few bits as its blocks: bytes [..., rows, bytes of a row], rows in Hugging Face's order."""
 
     weight: GGUFWeight
+    expert: int | None = None
+    """One matrix of a stack, under the name it has where experts are stored one by one."""
 
     @property
     def name(self) -> str:
-        return self.weight.name
+        name = self.weight.name
+        return name if self.expert is None else name.replace(".experts.", f".experts.{self.expert}.")
 
     @property
     def shape(self) -> tuple[int, ...]:
-        *lead, width = self.weight.shape
+        shape = self.weight.shape if self.expert is None else self.weight.shape[1:]
         block, block_bytes = block_sizes()[self.weight.info.kind]
-        return (*lead, width // block * block_bytes)
+        return (*shape[:-1], shape[-1] // block * block_bytes)
 
     @property
     def dtype(self) -> torch.dtype:
         return torch.uint8
 
-    @property
-    def stored(self) -> StoredTensor | None:
-        """Where the bytes are; None: the rows have another order in the file."""
-        weight = self.weight
-        if weight._order is not None:
-            return None
-        return StoredTensor(weight._file.path, weight.name, weight.info.start, self.shape, torch.uint8)
+    def fills(self, targets: Mapping[str, Sequence[AnyTarget]]) -> bool:
+        """Whether there is a target for these bytes."""
+        wanted = (target for target in targets.get(self.name, ()) if isinstance(target, AssemblyPart))
+        return any(torch.uint8 in target.dtypes for target in wanted)
 
     def read(self, keep: tuple[slice, ...] = ()) -> torch.Tensor:
         """The bytes, or the part that `keep` selects."""
         whole = tuple(keep) + (slice(None),) * (len(self.shape) - len(keep))
-        rows = self.weight._rows(whole[:-1])[..., whole[-1]]
+        if self.expert is None:
+            rows = self.weight._rows(whole[:-1])
+        else:
+            rows = self.weight._rows((slice(self.expert, self.expert + 1), *whole[:-1]))[0]
         # Copied: the mapping is read-only, and its pages are released.
-        return torch.from_numpy(rows.copy())
+        return torch.from_numpy(rows[..., whole[-1]].copy())
 
 
 def _encoding_name(kind: int) -> str:

@@ -100,6 +100,7 @@ def load_weights(
             else:
                 pieces.extend(split_tensor(stored, copied))
         read_pieces(pieces, count)
+        _check_codes(copies)
         _assemble(assemblies, count)
 
 
@@ -112,6 +113,21 @@ def match_checkpoint(
     return matched
 
 
+def _check_codes(copies: Sequence[tuple[StoredWeight, Sequence[Target]]]) -> None:
+    """Refuse 8-bit floats that are NaN, in tensors that were copied as they are."""
+
+    def has_nan(codes: torch.Tensor) -> torch.Tensor:
+        return ((codes.view(torch.uint8) & 0x7F) == 0x7F).any()
+
+    coded = [(weight, into.into) for weight, wanted in copies for into in wanted if into.into.dtype in _FP8]
+    # Stacks of experts are checked whole, and the device is waited for once.
+    whole = {into.untyped_storage().data_ptr(): into if into._base is None else into._base for _, into in coded}
+    if whole and bool(torch.stack([has_nan(codes) for codes in whole.values()]).any()):
+        name = next(weight.name for weight, into in coded if has_nan(into.contiguous()))
+        raise CheckpointError(f"the tensor {name!r} has NaN values")
+
+
+_FP8 = (torch.float8_e4m3fn,)
 _ASSEMBLERS = 8
 """Threads that read and re-lay weights in few bits."""
 
@@ -200,7 +216,7 @@ def compare(
     targets: Mapping[str, Sequence[AnyTarget]], ignores: Callable[[str], bool], checkpoint: Checkpoint
 ) -> tuple[list[tuple[StoredWeight, Sequence[AnyTarget]]], Misfits]:
     """(the checkpoint's tensors with their targets, what does not fit); by names, shapes and dtypes alone."""
-    weights = list(checkpoint)
+    weights = [form for weight in checkpoint for form in _forms(weight, targets)]
     names = [weight.name for weight in weights]
     lacking, extra = _prefixes(targets, names)
     candidates = {*names, *(lacking + name for name in names), *(name.removeprefix(extra) for name in names)}
@@ -218,7 +234,6 @@ def compare(
                 misfits.unexpected.append(f"{weight.name} {tuple(weight.shape)}")
             continue
         seen.add(name)
-        weight = _as_blocks(weight, targets[name])
         wanted = targets[name]
         wrong = [target.shape for target in wanted if not _fits(target, weight.shape)]
         if wrong:
@@ -226,9 +241,9 @@ def compare(
                 f"{name}: {tuple(weight.shape)} in the checkpoint, {tuple(wrong[0])} in the model"
             )
             continue
-        dtype = getattr(weight, "dtype", None)
+        dtype: torch.dtype | None = getattr(weight, "dtype", None)
         expected = next((types for types in map(_types, wanted) if dtype is not None and dtype not in types), None)
-        if expected is not None:
+        if expected is not None and dtype is not None:
             misfits.wrong_dtype.append(f"{name}: {_words((dtype,))} in the checkpoint, {_words(expected)} expected")
         else:
             matched.append((weight, wanted))
@@ -244,19 +259,21 @@ _PLAIN_TYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 def _types(target: AnyTarget) -> tuple[torch.dtype, ...]:
-    """What the tensor may be stored as. A plain weight is converted, but never from codes whose scales are elsewhere."""
-    return target.dtypes if isinstance(target, AssemblyPart) else (target.into.dtype, *_PLAIN_TYPES)
+    """What the tensor may be stored as. A plain weight may be converted, but not from codes; codes may not."""
+    if isinstance(target, AssemblyPart):
+        return target.dtypes
+    own = target.into.dtype
+    return (own,) if own.itemsize == 1 else (own, *_PLAIN_TYPES)
 
 
 def _words(types: Sequence[torch.dtype]) -> str:
     return " or ".join(dict.fromkeys(str(each).removeprefix("torch.") for each in types))
 
 
-def _as_blocks(weight: StoredWeight, wanted: Sequence[AnyTarget]) -> StoredWeight:
-    """A GGUF tensor as its bytes, if it is held packed."""
-    packed = any(isinstance(target, AssemblyPart) and target.dtypes == (torch.uint8,) for target in wanted)
-    blocks = getattr(weight, "blocks", None)
-    return blocks if packed and blocks is not None else weight
+def _forms(weight: StoredWeight, targets: Mapping[str, Sequence[AnyTarget]]) -> Sequence[StoredWeight]:
+    """The tensor as its targets need it, where a checkpoint can read it in several forms."""
+    choose = getattr(weight, "forms_for", None)
+    return [weight] if choose is None else choose(targets)
 
 
 def _fits(target: AnyTarget, shape: tuple[int, ...]) -> bool:

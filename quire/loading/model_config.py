@@ -176,6 +176,37 @@ def read_raw_config(files: ModelFiles) -> dict[str, Any]:
     raise ModelNotFoundError(f"{files.path} has no config.json, which is needed to tell what model it is")
 
 
+def checkpoint_kv_dtype(files: ModelFiles, model: ModelConfig) -> str | None:
+    """The KV cache that a quantized checkpoint asks for: fp8, or None if it does not say.
+
+    compressed-tensors and new ModelOpt files have a `kv_cache_scheme`, older ModelOpt ones a `kv_cache_quant_algo`, in
+    config.json or in a file of their own.
+    """
+    described: list[Any] = [model.raw.get("quantization_config")]
+    path = files.file("hf_quant_config.json") if files.gguf is None else None
+    if path is not None:
+        described.append(read_json(path).get("quantization"))
+    for found in described:
+        if not isinstance(found, Mapping):
+            continue
+        within = found.get("quantization")
+        algorithm = found.get("kv_cache_quant_algo") or (
+            isinstance(within, Mapping) and within.get("kv_cache_quant_algo")
+        )
+        scheme = found.get("kv_cache_scheme")
+        if isinstance(scheme, Mapping) and scheme:
+            algorithm = "FP8" if (scheme.get("num_bits"), scheme.get("type")) == (8, "float") else scheme
+        if not algorithm:
+            continue
+        if algorithm != "FP8":
+            raise CheckpointError(
+                f"{files.path} asks for a KV cache in {algorithm}, and of such checkpoints only 8-bit floats are "
+                "supported; set kv_cache_dtype to run it with another cache"
+            )
+        return "fp8"
+    return None
+
+
 def read_generation_config(files: ModelFiles) -> dict[str, Any]:
     """The author's sampling defaults (generation_config.json); empty if there is none."""
     path = files.file("generation_config.json")

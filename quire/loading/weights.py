@@ -18,7 +18,8 @@ class StoredWeight(Protocol):
     """One tensor of a checkpoint. Nothing is read before `read`.
 
     A weight whose raw bytes are in a file may say where (`stored`, see stored_tensor.py): these are read in parallel.
-    One that knows its `dtype` before it is read should say so. `blocks` is the same tensor as a GGUF file's bytes.
+    One that knows its `dtype` before it is read should say so. `forms_for` gives the tensor in the form that a model's
+    targets need, where there are several (GGUF).
     """
 
     @property
@@ -54,6 +55,8 @@ class Target:
     """Applied to the part before the copy: a transpose, a regrouping of heads."""
     layouts: tuple[TensorLayout, ...] = ()
     """Other forms that checkpoints store this tensor in; the same for all targets of a name."""
+    part_of: Assembly | None = None
+    """The assembly that fills the rest of the same weight."""
 
 
 @dataclass(frozen=True, eq=False)

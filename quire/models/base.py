@@ -8,24 +8,23 @@ from typing import Protocol
 import torch
 
 from quire.errors import ConfigError
+from quire.kernels.kv import LayerKV
 from quire.layers.attention.base import AttentionInputs, KVSpec
 from quire.layers.build_context import BuildContext
-from quire.quantization.formats.base import Scheme
 
 
 class CausalLM(Protocol):
     """A language model, or this stage and slice of one: an `nn.Module` made from a `BuildContext`."""
 
+    build: BuildContext
     supports_last_tokens: bool
     """Whether `forward` returns only the hidden states of `inputs.last` if that is given."""
-    scheme: Scheme | None
-    """What the checkpoint says about matrices in few bits; set once the model is made."""
 
     def forward(
         self,
         tokens: torch.Tensor,
         positions: torch.Tensor,
-        kv: Sequence[torch.Tensor],
+        kv: Sequence[LayerKV],
         inputs: AttentionInputs,
         hidden: torch.Tensor | None = None,
     ) -> torch.Tensor:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from quire.errors import UnsupportedModelError, ValidationError
+from quire.kernels.kv import LayerKV
 from quire.layers.activation import activation
 from quire.layers.attention.base import AttentionInputs, KVSpec
 from quire.layers.attention.layer import Attention
@@ -34,7 +35,7 @@ class GPT2Attention(nn.Module):
         self.c_proj = RowParallelLinear(build, "c_proj", size, size, bias=True, transposed=True)
 
     def forward(
-        self, hidden: torch.Tensor, positions: torch.Tensor, kv: torch.Tensor, inputs: AttentionInputs
+        self, hidden: torch.Tensor, positions: torch.Tensor, kv: LayerKV, inputs: AttentionInputs
     ) -> torch.Tensor:
         return self.c_proj(self.attention(self.c_attn(hidden), positions, kv, inputs))
 
@@ -65,7 +66,7 @@ class GPT2Block(nn.Module):
         self.mlp = GPT2MLP(build)
 
     def forward(
-        self, hidden: torch.Tensor, positions: torch.Tensor, kv: torch.Tensor, inputs: AttentionInputs
+        self, hidden: torch.Tensor, positions: torch.Tensor, kv: LayerKV, inputs: AttentionInputs
     ) -> torch.Tensor:
         hidden = hidden + self.attn(self.ln_1(hidden), positions, kv, inputs)
         return hidden + self.mlp(self.ln_2(hidden))
@@ -86,7 +87,7 @@ class GPT2Model(nn.Module):
         self,
         tokens: torch.Tensor,
         positions: torch.Tensor,
-        kv: Sequence[torch.Tensor],
+        kv: Sequence[LayerKV],
         inputs: AttentionInputs,
         hidden: torch.Tensor | None,
     ) -> torch.Tensor:
@@ -125,7 +126,7 @@ class GPT2LMHeadModel(nn.Module):
         self,
         tokens: torch.Tensor,
         positions: torch.Tensor,
-        kv: Sequence[torch.Tensor],
+        kv: Sequence[LayerKV],
         inputs: AttentionInputs,
         hidden: torch.Tensor | None = None,
     ) -> torch.Tensor:

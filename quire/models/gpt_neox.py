@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from quire.kernels.kv import LayerKV
 from quire.layers.activation import activation
 from quire.layers.attention.base import AttentionInputs, KVSpec
 from quire.layers.attention.layer import Attention
@@ -37,7 +38,7 @@ class GPTNeoXAttention(nn.Module):
         self.dense = RowParallelLinear(build, "dense", size, size, bias)
 
     def forward(
-        self, hidden: torch.Tensor, positions: torch.Tensor, kv: torch.Tensor, inputs: AttentionInputs
+        self, hidden: torch.Tensor, positions: torch.Tensor, kv: LayerKV, inputs: AttentionInputs
     ) -> torch.Tensor:
         return self.dense(self.attention(self.query_key_value(hidden), positions, kv, inputs))
 
@@ -69,7 +70,7 @@ class GPTNeoXLayer(nn.Module):
         self.mlp = GPTNeoXMLP(build)
 
     def forward(
-        self, hidden: torch.Tensor, positions: torch.Tensor, kv: torch.Tensor, inputs: AttentionInputs
+        self, hidden: torch.Tensor, positions: torch.Tensor, kv: LayerKV, inputs: AttentionInputs
     ) -> torch.Tensor:
         attended = hidden + self.attention(self.input_layernorm(hidden), positions, kv, inputs)
         return attended + self.mlp(self.post_attention_layernorm(hidden if self.parallel else attended))
@@ -90,7 +91,7 @@ class GPTNeoXModel(nn.Module):
         self,
         tokens: torch.Tensor,
         positions: torch.Tensor,
-        kv: Sequence[torch.Tensor],
+        kv: Sequence[LayerKV],
         inputs: AttentionInputs,
         hidden: torch.Tensor | None,
     ) -> torch.Tensor:
@@ -121,7 +122,7 @@ class GPTNeoXForCausalLM(nn.Module):
         self,
         tokens: torch.Tensor,
         positions: torch.Tensor,
-        kv: Sequence[torch.Tensor],
+        kv: Sequence[LayerKV],
         inputs: AttentionInputs,
         hidden: torch.Tensor | None = None,
     ) -> torch.Tensor:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from quire.errors import UnsupportedModelError
+from quire.kernels.kv import LayerKV
 from quire.layers.attention.base import AttentionInputs, KVSpec, LastTokens
 from quire.layers.attention.layer import Attention
 from quire.layers.build_context import BuildContext
@@ -53,7 +54,7 @@ class LlamaAttention(nn.Module):
         self,
         qkv: torch.Tensor,
         positions: torch.Tensor,
-        kv: torch.Tensor,
+        kv: LayerKV,
         inputs: AttentionInputs,
         last: LastTokens | None,
     ) -> torch.Tensor:
@@ -106,7 +107,7 @@ class LlamaLayer(nn.Module):
         hidden: torch.Tensor | None,
         residual: torch.Tensor | None,
         positions: torch.Tensor,
-        kv: torch.Tensor,
+        kv: LayerKV,
         inputs: AttentionInputs,
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
         """(output to add to the residual stream, or None if already added; the stream)."""
@@ -133,7 +134,7 @@ class LlamaModel(nn.Module):
         self,
         tokens: torch.Tensor,
         positions: torch.Tensor,
-        kv: Sequence[torch.Tensor],
+        kv: Sequence[LayerKV],
         inputs: AttentionInputs,
         hidden: torch.Tensor | None,
     ) -> torch.Tensor:
@@ -171,7 +172,7 @@ class LlamaForCausalLM(nn.Module):
         self,
         tokens: torch.Tensor,
         positions: torch.Tensor,
-        kv: Sequence[torch.Tensor],
+        kv: Sequence[LayerKV],
         inputs: AttentionInputs,
         hidden: torch.Tensor | None = None,
     ) -> torch.Tensor:

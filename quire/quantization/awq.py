@@ -19,13 +19,13 @@ SMALLEST_INPUT = 1e-4
 def search_input_scales(
     weights: Sequence[torch.Tensor],
     hessian: torch.Tensor,
-    restore: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    restore: Callable[[torch.Tensor], torch.Tensor],
     tie: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> torch.Tensor | None:
     """The scales [in] for matrices [out, in] that read the same inputs; None if no scaling is better than none.
 
     hessian mean of x x^T over the inputs
-    restore rounds a (scaled) matrix, errors weighted by the second argument [in], and returns its values
+    restore rounds a (scaled) matrix and returns its values
     tie     makes scales equal where the producer of the inputs has one row for several of them
     """
     size = hessian.diagonal().float().clamp_min(0).sqrt()
@@ -38,8 +38,7 @@ def search_input_scales(
     for ratio in RATIOS:
         scales = size.pow(ratio)
         scales = scales / (scales.max() * scales.min()).sqrt()
-        importance = hessian.diagonal() / scales.square()
-        errors = [restore(weight * scales, importance) / scales - weight for weight in weights]
+        errors = [restore(weight * scales) / scales - weight for weight in weights]
         error = sum(output_error(each, hessian) for each in errors)
         if error < least:
             best, least = scales, error

@@ -19,14 +19,21 @@ from quire.quantization.schemes.registry import SCHEMES, scheme_of
 
 logger = logging.getLogger(__name__)
 
-_SAME = {"awq_marlin": "awq", "gptq_marlin": "gptq", "compressed_tensors": "compressed-tensors", "modelopt_fp4": "modelopt"}
+_SAME = {
+    "awq_marlin": "awq",
+    "gptq_marlin": "gptq",
+    "compressed_tensors": "compressed-tensors",
+    "modelopt_fp4": "modelopt",
+}
 """Other names that vLLM's users give."""
 
 
-def find_scheme(config: EngineConfig, files: ModelFiles, model: ModelConfig) -> Scheme | None:
+def find_scheme(config: EngineConfig, files: ModelFiles, model: ModelConfig, on_cpu: bool = False) -> Scheme | None:
     """How the model's matrices are, or will be, in few bits; None: they are not.
 
     `config.quantization` must agree with the checkpoint; matrices in 16 bits (or of a GGUF file) are quantized on load.
+    `on_cpu`: a GGUF file is dequantized while loading, unless `config.quantization` is "gguf": products with packed
+    weights are slow there.
     """
     wish = config.quantization
     kind = files.kind if config.load_format == "auto" else config.load_format
@@ -46,10 +53,11 @@ def find_scheme(config: EngineConfig, files: ModelFiles, model: ModelConfig) -> 
         from quire.loading.gguf import GGUFCheckpoint
         from quire.quantization.schemes.gguf import GGUFScheme
 
-        found = GGUFScheme(GGUFCheckpoint(files.weight_files("gguf")[0])) if files.gguf else None
         if wish is not None and wish != "gguf":
             raise ConfigError(f"quantization is {wish!r}, but {files.name} is a GGUF file", "quantization", wish)
-        return found
+        if files.gguf is None or (on_cpu and wish is None):
+            return None
+        return GGUFScheme(GGUFCheckpoint(files.gguf))
     found = _checkpoint_scheme(files, model, kind)
     wanted = _SAME.get(wish or "", wish)
     if wanted is not None and (found is None or found.name != wanted):
@@ -69,6 +77,8 @@ def on_load_kinds(wish: str | None) -> Mapping[str, str] | str | None:
         return wish
     if wish in SCHEMES:
         return None
+    if wish.startswith("auto:"):
+        raise ValueError(f"quantization {wish!r} was not resolved: see worker/sensitivity.py")
     if wish.lstrip().startswith("{"):
         try:
             table = json.loads(wish)
@@ -81,13 +91,16 @@ def on_load_kinds(wish: str | None) -> Mapping[str, str] | str | None:
         table = read_json(path)
     else:
         known = ", ".join(sorted({*KINDS, *SCHEMES, "gguf"}))
-        raise ConfigError(f"quantization must be one of {known}, or a .json file; got {wish!r}", "quantization", wish)
+        raise ConfigError(
+            f"quantization must be one of {known}, auto:BITS, or a .json file; got {wish!r}", "quantization", wish
+        )
     if not table or not all(isinstance(each, str) for each in table.values()):
         example = f'{{".*\\\\.down_proj": "int8", ".*_proj": "int4", "lm_head": "{UNQUANTIZED}"}}'
         raise ConfigError(
             f"quantization must give modules by name or regex, as {example}; got {table!r}", "quantization", wish
         )
-    return table  # type: ignore[no-any-return]
+    found: dict[str, str] = table
+    return found
 
 
 def on_load_identity(config: EngineConfig) -> str:

@@ -116,9 +116,7 @@ def group_scales(
     return best
 
 
-def integer_codes(
-    values: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | float, bits: int
-) -> torch.Tensor:
+def integer_codes(values: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | float, bits: int) -> torch.Tensor:
     """The nearest codes, uint8, for scales and zeros that broadcast to the values."""
     return ((values / scale).round() + zero).clamp(0, 2**bits - 1).to(torch.uint8)
 

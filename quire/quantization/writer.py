@@ -252,7 +252,7 @@ class CheckpointWriter:
         weight_map: dict[str, str] = {}
         for number, names in enumerate(self._shards, 1):
             final = "model.safetensors" if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
-            self._part(number).rename(self._folder / final)
+            self._part(number).rename(self._folder / final).chmod(0o644)  # safetensors makes files private
             weight_map |= dict.fromkeys(names, final)
         if count > 1:
             index = {"metadata": {"total_size": self.num_bytes}, "weight_map": dict(sorted(weight_map.items()))}

@@ -14,10 +14,12 @@ from quire.distributed.experts import ExpertRanks
 from quire.distributed.groups import Ranks
 from quire.errors import ConfigError
 from quire.kernels.base import Ops
+from quire.kernels.kv import KVFormat
 from quire.layers.attention.base import AttentionBackend, attention_backend
+from quire.layers.attention.scales import is_attention_scale
 from quire.layers.build_context import BuildContext, create_weights
 from quire.loading.files import ModelFiles
-from quire.loading.model_config import ModelConfig
+from quire.loading.model_config import ModelConfig, checkpoint_kv_dtype
 from quire.models.base import CausalLM
 from quire.models.registry import model_class
 from quire.platforms.base import Platform
@@ -81,15 +83,18 @@ def build_model(
     ranks: Ranks = Ranks(),
     device: torch.device | None = None,
     replica: int = 0,
+    dense: bool = False,
 ) -> CausalLM:
     """The model's layers, their weights not filled. `device`: if not the platform's, such as "meta" for
     shapes only.
 
-    `replica`: this engine's number among those that share the experts.
+    `replica`: this engine's number among those that share the experts. `dense`: all matrices in `dtype`, also those
+    of a GGUF file that could stay packed.
     """
     dtype = choose_dtype(config.dtype, model, files, platform)
     _check_invariance(config, platform, dtype)
     _check_block_size(config, platform)
+    kv_format = choose_kv_format(config, files, model, dtype)
     build = BuildContext(
         config=model,
         ranks=ranks,
@@ -99,18 +104,22 @@ def build_model(
         attention=_make_attention(config, platform),
         max_model_len=max_model_len,
         experts=_expert_ranks(config, ranks, replica),
-        scheme=find_scheme(config, files, model),
+        kv_format=kv_format,
+        scheme=None if dense else find_scheme(config, files, model, on_cpu=platform.device.type == "cpu"),
     )
     built: CausalLM = model_class(model.architecture)(build)  # type: ignore[call-arg]
     create_weights(built, build)  # type: ignore[arg-type]
-    built.scheme = build.scheme
     return built
 
 
 def ignored_tensors(model: CausalLM) -> Callable[[str], bool]:
     """Says of a tensor of the checkpoint, by its name, whether the model does without it."""
-    scheme = model.scheme
-    return model.ignores if scheme is None else lambda name: model.ignores(name) or scheme.ignores(name)
+    scheme = model.build.scheme
+
+    def is_ignored(name: str) -> bool:
+        return model.ignores(name) or is_attention_scale(name) or (scheme is not None and scheme.ignores(name))
+
+    return is_ignored
 
 
 def _expert_ranks(config: EngineConfig, ranks: Ranks, replica: int) -> ExpertRanks | None:
@@ -143,6 +152,34 @@ def choose_dtype(configured: str, model: ModelConfig, files: ModelFiles, platfor
         return torch.bfloat16
     _warn_once(f"{platform.describe()} has no bfloat16: float16 is used, whose range is smaller")
     return torch.float16
+
+
+def choose_kv_format(config: EngineConfig, files: ModelFiles, model: ModelConfig, dtype: torch.dtype) -> KVFormat:
+    """How the KV cache is stored, for activations of this dtype."""
+    name = resolve_kv_dtype(config, files, model)
+    if name in DTYPES and DTYPES[name] is not dtype:
+        raise ConfigError(
+            f"kv_cache_dtype is {name}, but activations are {str(dtype).removeprefix('torch.')}: use auto, or one of "
+            "the 8-bit formats",
+            "kv_cache_dtype",
+            name,
+        )
+    found = KVFormat.named(name, dtype)
+    if found.codes is not None and model.head_dim % 2:
+        raise ConfigError(
+            f"kv_cache_dtype {name} needs heads of an even size, and {model.architecture} has {model.head_dim}: use "
+            "auto",
+            "kv_cache_dtype",
+            name,
+        )
+    return found
+
+
+def resolve_kv_dtype(config: EngineConfig, files: ModelFiles, model: ModelConfig) -> str:
+    """`kv_cache_dtype`; if that is auto, what the checkpoint says."""
+    if config.kv_cache_dtype != "auto":
+        return config.kv_cache_dtype
+    return checkpoint_kv_dtype(files, model) or "auto"
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""A model one layer at a time: its matrices, what they are multiplied with on calibration text, and new values for them.
+"""A model one layer at a time: its matrices, what they are multiplied with on calibration text, and new values.
 
 Each layer is built as a pipeline stage of its own, so that any model that can be split into stages can be calibrated,
 and memory holds one layer's weights at a time.
@@ -16,11 +16,11 @@ from quire.config import EngineConfig
 from quire.distributed.groups import Ranks
 from quire.errors import UnsupportedModelError
 from quire.kernels.base import Ops
+from quire.kernels.kv import KVFormat
 from quire.kernels.weights.base import Weight
 from quire.layers.build_context import collect_targets
-from quire.layers.linear import FusedLinear, GateUpLinear, QKVLinear, ReplicatedLinear, RowParallelLinear
+from quire.layers.linear import FusedLinear, ReplicatedLinear, RowParallelLinear
 from quire.layers.moe import SparseMLP
-from quire.layers.norm import RMSNorm
 from quire.loading.files import ModelFiles
 from quire.loading.load import load_weights, match_checkpoint
 from quire.loading.model_config import ModelConfig
@@ -107,16 +107,18 @@ class Scaling:
         return heads.mean(1, keepdim=True).expand_as(heads).flatten()
 
     def apply(self, scales: torch.Tensor, stored: torch.dtype) -> torch.Tensor:
-        """Move the scales; returns them as applied. `stored`: dtype of the gain in the checkpoint: the gain is rounded to
-        it, and the scales are changed so that the product with it is exact."""
+        """Move the scales; returns them as applied. `stored`: dtype of the gain in the checkpoint. The gain is rounded
+        to it, and the scales are changed so that the product with it is exact."""
         if self.gain is not None:
-            divided = (self.gain.float() / scales).to(stored).float()
-            scales = torch.where(divided == 0, scales, self.gain.float() / divided)
-            scales = torch.where(self.gain.float() == 0, torch.ones_like(scales), scales)
-            self.gain.copy_(self.gain.float() / scales)
+            gain = self.gain.float()
+            divided = (gain / scales).to(stored).float()
+            scales = torch.where(divided == 0, torch.ones_like(scales), gain / divided)
+            self.gain.copy_(torch.where(divided == 0, gain, divided))
         else:
             assert self.rows is not None
-            once = scales if self.repeats == 1 else scales.unflatten(0, (-1, self.repeats, self.head_dim))[:, 0].flatten()
+            once = (
+                scales if self.repeats == 1 else scales.unflatten(0, (-1, self.repeats, self.head_dim))[:, 0].flatten()
+            )
             self.rows.copy_(self.rows.float() / once.unsqueeze(-1))
             if self.bias is not None:
                 self.bias.copy_(self.bias.float() / once)
@@ -133,19 +135,19 @@ class ObservedOps:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._ops, name)
 
-    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def linear(self, x: torch.Tensor, weight: torch.Tensor, *rest: Any, **named: Any) -> torch.Tensor:
         self._see(weight, x)
-        return self._ops.linear(x, weight, bias)
+        return self._ops.linear(x, weight, *rest, **named)
 
-    def gated_linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def gated_linear(self, x: torch.Tensor, weight: torch.Tensor, *rest: Any, **named: Any) -> torch.Tensor:
         self._see(weight, x)
-        return self._ops.gated_linear(x, weight, bias)
+        return self._ops.gated_linear(x, weight, *rest, **named)
 
     def linear_add(
-        self, stream: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+        self, stream: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, *rest: Any, **named: Any
     ) -> torch.Tensor | None:
         self._see(weight, x)
-        return self._ops.linear_add(stream, x, weight, bias)
+        return self._ops.linear_add(stream, x, weight, *rest, **named)
 
     def norm_linear(
         self,
@@ -156,10 +158,11 @@ class ObservedOps:
         weight: torch.Tensor,
         bias: torch.Tensor | None = None,
         gated: bool = False,
+        activation: str = "silu",
     ) -> tuple[torch.Tensor, torch.Tensor]:
         normed, stream = self._ops.norm_stream(x, residual, gain, eps)
-        product = self.gated_linear if gated else self.linear
-        return product(normed, weight, bias), stream
+        product = self.gated_linear(normed, weight, bias, activation) if gated else self.linear(normed, weight, bias)
+        return product, stream
 
     def experts(
         self,
@@ -241,11 +244,11 @@ class LayerStage:
             for module, ops in zip(modules, before, strict=True):
                 module.ops = ops
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def _run(self, sequences: Sequence[torch.Tensor], hidden: Sequence[torch.Tensor] | None) -> Iterator[torch.Tensor]:
         size = self.config.block_size
-        dtype = next(iter(self.matrices)).into.dtype
-        kv = KVCache(self.model.kv_shape, blocks_for(max(map(len, sequences)), size), size, dtype, self.device)
+        format = KVFormat(self.matrices[0].into.dtype)
+        kv = KVCache(self.model.kv_shape, blocks_for(max(map(len, sequences)), size), size, format, self.device)
         for index, tokens in enumerate(sequences):
             positions, attention = sequence_inputs(len(tokens), size, self.device)
             # A copy: the layer may overwrite it.
@@ -276,7 +279,7 @@ def load_stage(
 ) -> LayerStage:
     """Layer number `layer` of the checkpoint. `max_len`: tokens of the longest sequence that it will run."""
     ranks = Ranks(0, 1, layer, model.num_layers)
-    built = build_model(config, files, model, platform, max_len, ranks)
+    built = build_model(config, files, model, platform, max_len, ranks, dense=True)
     targets = collect_targets(built)  # type: ignore[arg-type]
     load_weights(targets, built.ignores, checkpoint, progress=False)
     matrices = list(find_matrices(built))
@@ -286,7 +289,11 @@ def load_stage(
         return any(start < tensor.data_ptr() + tensor.nbytes and tensor.data_ptr() < stop for start, stop in spans)
 
     pairs = match_checkpoint(targets, built.ignores, checkpoint)
-    others = [_Held(weight, wanted) for weight, wanted in pairs if not any(isinstance(t, Target) and in_matrix(t.into) for t in wanted)]
+    others = [
+        _Held(weight, wanted)
+        for weight, wanted in pairs
+        if not any(isinstance(t, Target) and in_matrix(t.into) for t in wanted)
+    ]
     kept = {other.name for other in others}
     consumed = [weight.name for weight, _ in pairs if weight.name not in kept]
     return LayerStage(built, list(others), consumed, matrices, list(_unquantized(built)), config, platform.device)
@@ -350,25 +357,19 @@ def _unquantized(model: CausalLM) -> Iterator[str]:
 
 def _scalings(layer: LlamaLayer) -> Iterator[Scaling]:
     attention, mlp = layer.self_attn, layer.mlp
-    qkv, out = attention.qkv_proj, attention.o_proj
-    assert isinstance(qkv, QKVLinear) and isinstance(layer.input_layernorm, RMSNorm)
-    yield Scaling(qkv.weight, gain=layer.input_layernorm.weight)
+    bias, qkv, out = attention.qkv_proj.bias, _dense(attention.qkv_proj.weight), _dense(attention.o_proj.weight)
+    yield Scaling(qkv, gain=layer.input_layernorm.weight)
     inner = attention.attention
-    v_rows = slice(qkv.weight.shape[0] - inner.num_kv_heads * inner.head_dim, None)
+    v_rows = slice(qkv.shape[0] - inner.num_kv_heads * inner.head_dim, None)
     yield Scaling(
-        out.weight, rows=qkv.weight[v_rows], bias=None if qkv.bias is None else qkv.bias[v_rows],
-        head_dim=inner.head_dim, repeats=inner.num_heads // inner.num_kv_heads,
+        out, rows=qkv[v_rows], bias=None if bias is None else bias[v_rows], head_dim=inner.head_dim,
+        repeats=inner.num_heads // inner.num_kv_heads,
     )  # fmt: skip
     if isinstance(mlp, LlamaMLP):
-        yield Scaling(mlp.gate_up_proj.weight, gain=layer.post_attention_layernorm.weight)
-        yield _gated_scaling(mlp.gate_up_proj, mlp.down_proj)
+        bias, gate_up, down = mlp.gate_up_proj.bias, _dense(mlp.gate_up_proj.weight), _dense(mlp.down_proj.weight)
+        up_rows = slice(down.shape[1], None)
+        yield Scaling(gate_up, gain=layer.post_attention_layernorm.weight)
+        yield Scaling(down, rows=gate_up[up_rows], bias=None if bias is None else bias[up_rows])
     elif isinstance(mlp, SparseMLP):
-        for gate_up, down in zip(mlp.gate_up, mlp.down, strict=True):
+        for gate_up, down in zip(_dense(mlp.gate_up), _dense(mlp.down), strict=True):
             yield Scaling(down, rows=gate_up[down.shape[1] :])
-
-
-def _gated_scaling(gate_up: GateUpLinear, down: RowParallelLinear) -> Scaling:
-    width = down.weight.shape[1]
-    return Scaling(
-        down.weight, rows=gate_up.weight[width:], bias=None if gate_up.bias is None else gate_up.bias[width:]
-    )

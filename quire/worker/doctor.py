@@ -15,11 +15,12 @@ import torch
 
 from quire.config import EngineConfig
 from quire.distributed.groups import Ranks
+from quire.kernels.weights.base import QuantizedWeight, SplitWeight
 from quire.layers.build_context import collect_targets, quantized_weights
 from quire.loading.files import ModelFiles
 from quire.loading.load import Misfits, compare, open_checkpoint
 from quire.loading.model_config import ModelConfig
-from quire.loading.weights import AnyTarget, AssemblyPart, match_layouts
+from quire.loading.weights import AnyTarget, Assembly, AssemblyPart, Target, match_layouts
 from quire.models.base import CausalLM
 from quire.platforms.base import Platform
 from quire.worker.building import build_model, ignored_tensors
@@ -86,7 +87,7 @@ def examine(
         checkpoint = open_checkpoint(files, config.load_format)
         misfits = compare(targets, ignored_tensors(built), checkpoint)[1]
         targets = match_layouts(targets, {weight.name for weight in checkpoint})
-    scheme = built.scheme
+    scheme = built.build.scheme
     return Examination(
         scheme=None if scheme is None else scheme.name,
         layers=_layer_ranges(targets),
@@ -97,24 +98,29 @@ def examine(
 
 
 def _format_name(target: AnyTarget) -> str:
-    if isinstance(target, AssemblyPart):
-        return target.assembly.format
+    assembly = _assembly(target)
+    if assembly is not None:
+        return assembly.format
+    assert isinstance(target, Target)
     return str(target.into.dtype).removeprefix("torch.")
 
 
-def _format_uses(
-    targets: Mapping[str, Sequence[AnyTarget]], model: CausalLM, platform: Platform
-) -> list[FormatUse]:
+def _assembly(target: AnyTarget) -> Assembly | None:
+    return target.assembly if isinstance(target, AssemblyPart) else target.part_of
+
+
+def _format_uses(targets: Mapping[str, Sequence[AnyTarget]], model: CausalLM, platform: Platform) -> list[FormatUse]:
     kernels = _kernels(model, platform)
     uses: dict[tuple[str, str], FormatUse] = {}
     counted = set()
     for target in itertools.chain.from_iterable(targets.values()):
-        packed = isinstance(target, AssemblyPart)
-        key = (_format_name(target), target.assembly.layout if packed else "")
-        use = uses.setdefault(key, FormatUse(*key, kernels.get(key[1], kernels[""])))
-        if not packed:
+        assembly = _assembly(target)
+        layout = "" if assembly is None else assembly.layout
+        key = (_format_name(target), layout)
+        use = uses.setdefault(key, FormatUse(*key, kernels.get(layout, kernels[""])))
+        if not isinstance(target, AssemblyPart):
             use.nbytes += target.into.nbytes
-            use.matrices += len(target.shape) > 1
+            use.matrices += assembly is None and len(target.shape) > 1
         elif target.assembly not in counted:
             counted.add(target.assembly)
             use.nbytes += target.assembly.nbytes
@@ -127,7 +133,7 @@ def _kernels(model: CausalLM, platform: Platform) -> dict[str, str]:
     layouts = {type(weight).__name__: weight for weight in _apart(quantized_weights(model))}  # type: ignore[arg-type]
     if not platform.ops.endswith("TritonOps"):
         device = "a CPU" if platform.device.type == "cpu" else "this device"
-        return {"": f"products of {device}", **{name: f"plain torch on {device}" for name in layouts}}
+        return {"": f"products of {device}", **dict.fromkeys(layouts, f"plain torch on {device}")}
     from quire.kernels.triton.quantized.registry import products_of
 
     return {"": "cuBLAS and quire's GEMMs"} | {
@@ -136,11 +142,11 @@ def _kernels(model: CausalLM, platform: Platform) -> dict[str, str]:
     }
 
 
-def _apart(weights: Iterable[object]) -> Iterable[object]:
-    """Weights, and the parts of those that are made of several."""
+def _apart(weights: Iterable[QuantizedWeight]) -> Iterable[QuantizedWeight]:
+    """Weights, with the parts of those that are made of several in their place."""
     for weight in weights:
-        parts = getattr(weight, "parts", None)
-        yield from [weight] if parts is None else [part for part in parts if not isinstance(part, torch.Tensor)]
+        parts = weight.parts if isinstance(weight, SplitWeight) else [weight]
+        yield from (part for part in parts if isinstance(part, QuantizedWeight))
 
 
 def _layer_ranges(targets: Mapping[str, Sequence[AnyTarget]]) -> list[LayerRange]:

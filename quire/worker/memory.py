@@ -15,6 +15,7 @@ import torch
 
 from quire.config import EngineConfig
 from quire.errors import CacheTooSmallError, ModelTooLargeError
+from quire.kernels.kv import KVFormat
 from quire.layers.build_context import quantized_weights
 from quire.layers.moe import active_parameters, parameter_count, widest_mixture
 from quire.loading.model_config import ModelConfig
@@ -103,6 +104,8 @@ class MemoryNeeds:
     is_measured: bool = False
     """Whether `activation_bytes` was measured in such a step."""
     reserve_bytes: int = RESERVE_BYTES
+    kv_format: KVFormat | None = None
+    """How blocks are stored; None: in `dtype`."""
     active_parameters: int = 0
     """Parameters used for one token: fewer than all in a mixture of experts."""
 
@@ -127,7 +130,8 @@ class MemoryNeeds:
             parameters=parameter_count(model),  # type: ignore[arg-type]
             active_parameters=active_parameters(model),  # type: ignore[arg-type]
             weight_bytes=sum(weight.nbytes for weight in [*weights, *quantized_weights(model)]),  # type: ignore[arg-type]
-            block_bytes=block_bytes(model.kv_shape, config.block_size, dtype),
+            block_bytes=block_bytes(model.kv_shape, config.block_size, model.build.kv_format),
+            kv_format=model.build.kv_format,
             activation_bytes=widest + logit_bytes(shape, max_rows),
             most_blocks=max_rows * math.ceil(max_model_len / config.block_size) + 1,
             step_tokens=tokens,

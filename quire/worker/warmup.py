@@ -55,8 +55,8 @@ def warm_up(model: nn.Module, ops: TritonOps, batch: CudaBatch, max_tokens: int,
     tasks = [
         *_attention_kernels(model, batch, grouped),
         *experts.values(),
-        *_sampling_kernels(batch),
-        *_row_kernels(model, ops),
+        *_sampling_kernels(model, batch),
+        *_row_kernels(model, ops, batch),
     ]
     gemms = layer_gemms(model)
     jobs = [job for gemm in gemms for job in ops.kernels_of(*gemm, max_tokens)]
@@ -64,7 +64,7 @@ def warm_up(model: nn.Module, ops: TritonOps, batch: CudaBatch, max_tokens: int,
     weights = {(kind_of(gemm.weight), *gemm[1:]) for gemm in gemms}
     kv = batch.kv.data
     identity = (
-        f"{type(ops)} {sorted(map(str, {*layers, *weights, *experts, *jobs}))} {kv.shape[1:]} {kv.dtype} "
+        f"{type(ops)} {sorted(map(str, {*layers, *weights, *experts, *jobs}))} {kv.shape[1:]} {batch.kv.format} "
         f"{batch.block_table.shape} {batch.vocab_size} {grouped}"
     )
     return WarmUp([*tasks, *(job.compile for job in jobs)], identity, batch.kv.data.device)
@@ -96,7 +96,7 @@ def _plan(
 ) -> AttentionInputs:
     inputs = batch.empty_inputs(rows, tokens, decodes, tokens, max_context, grouped).attention[0]
     inputs.context_lens.zero_()
-    layer.backend.prepare(layer.num_heads, batch.kv.layers[0], inputs, layer.window)
+    layer.backend.prepare(layer.num_heads, layer.scaled(batch.kv.layers[0]), inputs, layer.window)
     return inputs
 
 
@@ -105,7 +105,7 @@ def _attend(
     layer: Attention, batch: CudaBatch, rows: int, tokens: int, decodes: int, max_context: int, grouped: bool
 ) -> None:
     inputs = _plan(layer, batch, rows, tokens, decodes, max_context, grouped)
-    kv = batch.kv.layers[0]
+    kv = layer.scaled(batch.kv.layers[0])
     width = (layer.num_heads + 2 * layer.num_kv_heads) * layer.head_dim
     qkv = torch.zeros(tokens, width, dtype=kv.dtype, device=kv.device)
     q = qkv[:, : layer.num_heads * layer.head_dim].view(tokens, layer.num_heads, layer.head_dim)
@@ -121,10 +121,11 @@ def _expert_kernels(model: nn.Module, ops: TritonOps, max_tokens: int) -> dict[o
     return tasks
 
 
-def _sampling_kernels(batch: CudaBatch) -> Iterator[Task]:
+def _sampling_kernels(model: nn.Module, batch: CudaBatch) -> Iterator[Task]:
     """Draws for the padding row, which do nothing, and the layout of steps of padding rows."""
     rows = torch.full((1,), batch.pad_row, dtype=torch.int32, device=batch.buffers.rows.device)
-    logits = torch.zeros(1, batch.vocab_size, dtype=batch.kv.data.dtype, device=rows.device)
+    dtype = next((module.dtype for module in model.modules() if isinstance(module, Attention)), torch.float32)
+    logits = torch.zeros(1, batch.vocab_size, dtype=dtype, device=rows.device)
     token, invalid = rows.long(), rows.bool()
     for drawn in (logits, logits.float()):  # unchanged, and after penalties and lists
         yield functools.partial(batch.draw, drawn, rows, 0, filtered=True)
@@ -137,7 +138,7 @@ def _sampling_kernels(batch: CudaBatch) -> Iterator[Task]:
     yield batch.apply_nothing
 
 
-def _row_kernels(model: nn.Module, ops: TritonOps) -> Iterator[Task]:
+def _row_kernels(model: nn.Module, ops: TritonOps, batch: CudaBatch) -> Iterator[Task]:
     """The row-wise kernels, on two rows of zeros."""
     attention = next((module for module in model.modules() if isinstance(module, Attention)), None)
     fused = next((module for module in model.modules() if isinstance(module, FusedLinear)), None)
@@ -157,5 +158,5 @@ def _row_kernels(model: nn.Module, ops: TritonOps) -> Iterator[Task]:
         yield lambda: ops.silu_mul(zeros(2, gate_up.weight.shape[0]))
     yield lambda: ops.prepare_qkv(
         zeros(2, (heads + 2 * kv_heads) * dim), places, attention.cos_sin, attention.norms,
-        zeros(1, 2, kv_heads, 16, dim), places, heads, kv_heads, dim,
+        attention.scaled(batch.kv.layers[0]), places, heads, kv_heads, dim,
     )  # fmt: skip

@@ -15,6 +15,7 @@ from quire.distributed.collectives import is_shared
 from quire.distributed.groups import Ranks
 from quire.distributed.pipeline import Pipeline
 from quire.layers.attention.base import PrefixGroupBackend, attention_backend
+from quire.layers.attention.scales import load_kv_scales
 from quire.layers.build_context import collect_targets
 from quire.layers.expert_placement import Placement
 from quire.layers.moe import expert_counts, rearrange_experts, reset_expert_counts, serve_others
@@ -106,7 +107,7 @@ class Worker:
         if ranks.pp_size > 1:
             most = max_tokens + max_rows  # a step that is padded may have more than it was planned with
             self._pipeline = Pipeline(ranks, model.hidden_size, most, self.needs.dtype, self._device)
-        self.slot_bytes = stored_bytes(self.model.kv_shape, config.block_size, self.needs.dtype)
+        self.slot_bytes = stored_bytes(self.model.kv_shape, config.block_size, self.model.build.kv_format)
         """Bytes of a block in host memory."""
         self.host_slots = host_slots(config, self.slot_bytes)
         """Blocks the host tier has room for."""
@@ -117,6 +118,7 @@ class Worker:
         targets = collect_targets(self.model)  # type: ignore[arg-type]
         checkpoint = open_checkpoint(files, config.load_format, targets=targets, seed=config.seed)
         load_weights(targets, ignored_tensors(self.model), checkpoint, progress=ranks.rank == 0)
+        load_kv_scales(self.model, checkpoint)  # type: ignore[arg-type]
         self._done("weights")
         if warming is not None:
             warming.wait()
@@ -166,7 +168,8 @@ class Worker:
 
     def _make_runner(self, num_blocks: int, capture: bool) -> Runner:
         """`capture`: whether decodes may be captured."""
-        kv = KVCache(self.model.kv_shape, num_blocks, self._config.block_size, self.needs.dtype, self._device)
+        format = self.model.build.kv_format
+        kv = KVCache(self.model.kv_shape, num_blocks, self._config.block_size, format, self._device)
         processors = load_processors(self._config.logits_processors)
         if self._ops.whole_steps:
             return self._make_cuda_runner(kv, processors, capture)
@@ -216,7 +219,7 @@ class Worker:
 
     @torch.inference_mode()
     def run_sequence(self, inputs: StepInputs) -> torch.Tensor:
-        """Hidden states of all tokens of a step outside any plan. It overwrites the cache: not to be mixed with plans."""
+        """Hidden states of all tokens of a step outside any plan. Overwrites the cache: not to be mixed with plans."""
         if self._runner is None:
             raise RuntimeError("got a sequence before the cache was made")
         return forward(self.model, self._runner.batch, inputs)

@@ -115,21 +115,22 @@ def test_a_size_may_be_auto_where_the_config_says_so():
 
 
 def test_short_flags_are_vllms():
-    assert engine_settings(parse("-tp", "2", "-pp", "3", "-dp", "4", "-ep")) == {
+    assert engine_settings(parse("-tp", "2", "-pp", "3", "-dp", "4", "-ep", "-q", "fp8")) == {
         "tensor_parallel_size": 2,
         "pipeline_parallel_size": 3,
         "data_parallel_size": 4,
         "enable_expert_parallel": True,
+        "quantization": "fp8",
     }
 
 
 def test_vllm_flags_without_effect_are_accepted():
-    taken = ["--async-scheduling", "--no-enable-lora", "--tokenizer-mode", "auto", "--quantization=None"]
+    taken = ["--async-scheduling", "--no-enable-lora", "--tokenizer-mode", "auto"]
     assert engine_settings(parse(*taken, "--compilation-config", "3", "--limit-mm-per-prompt", "{}")) == {}
 
 
 @pytest.mark.parametrize(
-    "flags", [["--enable-lora"], ["--speculative-config", '{"method": "ngram"}'], ["--quantization", "awq"]], ids=str
+    "flags", [["--enable-lora"], ["--speculative-config", '{"method": "ngram"}'], ["--enable-sleep-mode"]], ids=str
 )
 def test_vllm_flags_that_are_not_supported_are_refused_by_name(flags):
     with pytest.raises(UsageError, match=f"{flags[0]}.* is not supported"):
@@ -139,8 +140,8 @@ def test_vllm_flags_that_are_not_supported_are_refused_by_name(flags):
 def test_only_visible_flags_are_suggested():
     with pytest.raises(UsageError, match="unknown argument -tq "):
         parse("-tq", "2")
-    with pytest.raises(UsageError, match="--quantisation "):
-        parse("--quantisation", "awq")
+    with pytest.raises(UsageError, match="--performance-mod "):
+        parse("--performance-mod")
 
 
 def test_bytes_are_readable():

@@ -14,6 +14,7 @@ import torch
 
 from tests.kernels.triton_target import DEVICE, IS_SANITIZED, ON_GPU
 
+from quire.kernels.kv import KVFormat  # isort: skip
 from quire.layers.attention.base import KVSpec  # isort: skip
 from quire.messages.plan import Fork, NewRow, StepPlan  # isort: skip
 from quire.messages.sampling import SamplingParams  # isort: skip
@@ -70,7 +71,7 @@ class Twins:
 
     def __init__(self, rows: int = ROWS, step_tokens: int = STEP_TOKENS) -> None:
         device = torch.device(DEVICE)
-        caches = [KVCache(KVSpec(2, 1, 8), 1 + rows * TABLE, BLOCK, torch.float32, device) for _ in range(2)]
+        caches = [KVCache(KVSpec(2, 1, 8), 1 + rows * TABLE, BLOCK, KVFormat(torch.float32), device) for _ in range(2)]
         for cache in caches:
             cache.data.copy_(torch.randn(cache.data.shape, generator=torch.Generator().manual_seed(1)))
             cache.tokens.fill_(-7)
@@ -329,7 +330,7 @@ def test_a_chunk_longer_than_one_stride_of_a_program() -> None:
     device, length = torch.device(DEVICE), 1200
     batches = []
     for kind in (DeviceBatch, CudaBatch):
-        kv = KVCache(KVSpec(1, 1, 8), 700, BLOCK, torch.float32, device)
+        kv = KVCache(KVSpec(1, 1, 8), 700, BLOCK, KVFormat(torch.float32), device)
         more = () if kind is DeviceBatch else (length + 2,)
         batches.append(kind(2, length + 8, VOCAB, kv, device, *more))
     rng, blocks = random.Random(2), -(-(length + 3) // BLOCK)

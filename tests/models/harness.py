@@ -20,6 +20,7 @@ from quire.layers.build_context import BuildContext, collect_targets, create_wei
 from quire.loading.model_config import ModelConfig
 from quire.loading.weights import match_layouts
 from quire.models.registry import model_class
+from quire.quantization.formats.base import Scheme
 
 
 def random_reference(config: PretrainedConfig, seed: int = 0) -> Any:
@@ -61,6 +62,7 @@ def empty_model(
     max_model_len: int = 64,
     target: Target = PLAIN,
     experts: ExpertRanks | None = None,
+    scheme: Scheme | None = None,
 ) -> Any:
     """Our model of that shape, weights unset."""
     build = BuildContext(
@@ -72,6 +74,7 @@ def empty_model(
         attention=target.attention(),
         max_model_len=max_model_len,
         experts=experts,
+        scheme=scheme,
     )
     model = model_class(config.architecture)(build)
     create_weights(model, build)

@@ -122,7 +122,9 @@ def scheme(**config):
 
 
 def test_description():
-    found = scheme(bits=4, group_size=64, zero_point=True, version="gemm", modules_to_not_convert=["mlp.gate", "visual"])
+    found = scheme(
+        bits=4, group_size=64, zero_point=True, version="gemm", modules_to_not_convert=["mlp.gate", "visual"]
+    )
     assert found.format_of("model.layers.0.mlp.up_proj") == AwqFormat(4, 64)
     assert found.format_of("model.layers.0.mlp.gate_proj") is None  # contains the name
     assert found.format_of("visual.blocks.0.mlp.up_proj") is None

@@ -9,14 +9,10 @@ from quire.quantization.formats.grouped import PackedFormat
 from quire.quantization.formats.scaled import BlockFormat, ScaledFormat
 from quire.quantization.schemes.compressed_tensors import PRESETS
 from quire.quantization.schemes.registry import scheme_of
+from tests.quantization import library
 from tests.quantization.stored import check_cuts, load, pack, zeros
 
 MODULE = "model.layers.0.mlp.up_proj"
-
-
-@pytest.fixture(scope="module")
-def library():
-    return pytest.importorskip("compressed_tensors")
 
 
 def config_of(*groups, **more):
@@ -31,53 +27,19 @@ def format_of(group, module=MODULE, **more):
 
 def compress(weights, shape, format, inputs=None, scale_dtype=torch.float32, seed=0):
     """(format, tensors, values): a random matrix, quantized and compressed by the library."""
-    from compressed_tensors.compressors import BaseCompressor
-    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
-    from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
-
-    torch.manual_seed(seed)
-    args = QuantizationArgs(**weights)
-    scheme = QuantizationScheme(targets=["Linear"], weights=args, input_activations=inputs)
-    values = torch.randn(shape, dtype=torch.float32) * 0.05
-    height, width = shape
-    state = {"weight": values.to(scale_dtype)}
-    if args.strategy == "block":
-        rows, columns = args.block_structure
-        padded = torch.nn.functional.pad(values, (0, -width % columns, 0, -height % rows))
-        cells = padded.unflatten(0, (-1, rows)).unflatten(2, (-1, columns)).transpose(1, 2).flatten(2)
-    elif args.strategy in ("group", "tensor_group"):
-        cells = values.unflatten(1, (-1, args.group_size))
-    else:
-        cells = values.unsqueeze(1) if args.strategy == "channel" else values.flatten()[None, None]
-    low, high = cells.amin(-1), cells.amax(-1)
-    scalar = None
-    if args.strategy == "tensor_group":
-        scalar = state["weight_global_scale"] = generate_gparam(values.min(), values.max()).reshape(1)
-    scale, zero = calculate_qparams(low, high, args, global_scale=scalar)
-    if args.strategy == "tensor":
-        scale, zero = scale.reshape(1), zero.reshape(1)
-    state |= {"weight_scale": scale.to(scale_dtype), "weight_zero_point": zero}
-    reader = BaseCompressor.get_value_from_registry(format)
-    compressed = reader.compress(state, scheme)
-    meant = reader.decompress({name: _wide(name, tensor) for name, tensor in compressed.items()}, scheme)["weight"]
-    tensors = {name: tensor.data.contiguous() for name, tensor in compressed.items()}
-    found = format_of({"weights": args.model_dump(), "input_activations": inputs}, format=format)
-    return found, tensors, meant.float()
-
-
-def _wide(name, tensor):
-    """Scales in float32: the library computes in their dtype."""
-    exact = name == "weight_scale" and tensor.dtype in (torch.bfloat16, torch.float16)
-    return tensor.float() if exact else tensor
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 0.05
+    tensors, meant = library.compress(values, weights, format, inputs, scale_dtype)
+    return format_of({"weights": weights, "input_activations": inputs}, format=format), tensors, meant
 
 
 INT8_INPUTS = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True, "symmetric": True}
 FP8_INPUTS = {**INT8_INPUTS, "type": "float"}
 
 
+@library.needed
 @pytest.mark.parametrize("strategy", ["tensor", "channel"])
 @pytest.mark.parametrize("kind", ["int", "float"])
-def test_8_bit_weights(library, kind, strategy):
+def test_8_bit_weights(kind, strategy):
     inputs = {**INT8_INPUTS, "type": kind}
     weights = {"num_bits": 8, "type": kind, "strategy": strategy}
     found, tensors, values = compress(weights, (96, 192), f"{kind}-quantized", inputs, torch.bfloat16)
@@ -88,7 +50,8 @@ def test_8_bit_weights(library, kind, strategy):
     assert weight.nbytes <= 1.03 * sum(tensor.nbytes for tensor in tensors.values())
 
 
-def test_fp8_blocks_with_ragged_edges(library):
+@library.needed
+def test_fp8_blocks_with_ragged_edges():
     weights = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [128, 128]}
     inputs = {"num_bits": 8, "type": "float", "strategy": "group", "group_size": 128, "dynamic": True}
     found, tensors, values = compress(weights, (320, 200), "float-quantized", inputs)
@@ -97,10 +60,11 @@ def test_fp8_blocks_with_ragged_edges(library):
     assert torch.equal(load(found, tensors, (320, 200)).dequantize(), values)
 
 
+@library.needed
 @pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 7, 8])
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("group", [32, None])
-def test_packed_integers(library, bits, symmetric, group):
+def test_packed_integers(bits, symmetric, group):
     weights = {"num_bits": bits, "type": "int", "symmetric": symmetric}
     weights |= {"strategy": "group", "group_size": group} if group else {"strategy": "channel"}
     shape = (96, 192)
@@ -114,8 +78,9 @@ def test_packed_integers(library, bits, symmetric, group):
     check_cuts(found, tensors, shape, rows=(2, 3) if symmetric or 32 % bits == 0 or bits == 6 else (3,))
 
 
+@library.needed
 @pytest.mark.parametrize("shape", [(40, 72), (33, 50)])
-def test_packed_integers_that_fill_no_word(library, shape):
+def test_packed_integers_that_fill_no_word(shape):
     for bits in (3, 4, 6):
         weights = {"num_bits": bits, "type": "int", "symmetric": False, "strategy": "channel"}
         found, tensors, values = compress(weights, shape, "pack-quantized")
@@ -159,7 +124,8 @@ def test_groups_by_index():
     load(plain, tensors | {"weight_g_idx": torch.full((64,), -1, dtype=torch.int32)}, shape)
 
 
-def test_nvfp4_divides_by_its_global_scale(library):
+@library.needed
+def test_nvfp4_divides_by_its_global_scale():
     weights = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
     weights |= {"scale_dtype": torch.float8_e4m3fn, "zp_dtype": torch.float8_e4m3fn}
     found, tensors, values = compress(weights, (32, 192), "nvfp4-pack-quantized")
@@ -176,7 +142,8 @@ def test_nvfp4_divides_by_its_global_scale(library):
     check_cuts(found, tensors, (32, 192))
 
 
-def test_parts_keep_their_global_scales(library):
+@library.needed
+def test_parts_keep_their_global_scales():
     weights = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
     weights |= {"scale_dtype": torch.float8_e4m3fn, "zp_dtype": torch.float8_e4m3fn}
     parts = [compress(weights, (32, 64), "nvfp4-pack-quantized", seed=seed) for seed in (1, 2)]
@@ -189,7 +156,8 @@ def test_parts_keep_their_global_scales(library):
     assert torch.equal(fused.dequantize().float(), torch.cat([values for _, _, values in parts]))
 
 
-def test_mxfp4(library):
+@library.needed
+def test_mxfp4():
     weights = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32, "scale_dtype": torch.uint8}
     found, tensors, values = compress(weights, (32, 192), "mxfp4-pack-quantized")
     assert isinstance(found, Fp4Format) and not found.nvidia
@@ -199,7 +167,8 @@ def test_mxfp4(library):
         found.check_cut((32, 192), slice(None), slice(0, 48))
 
 
-def test_mxfp8(library):
+@library.needed
+def test_mxfp8():
     weights = {"num_bits": 8, "type": "float", "strategy": "group", "group_size": 32, "scale_dtype": torch.uint8}
     inputs = {"num_bits": 8, "type": "float", "strategy": "group", "group_size": 32, "dynamic": True}
     found, tensors, values = compress(weights, (32, 192), "mxfp8-quantized", inputs)
@@ -207,7 +176,8 @@ def test_mxfp8(library):
     check_cuts(found, tensors, (32, 192))
 
 
-def test_presets_are_the_librarys(library):
+@library.needed
+def test_presets_are_the_librarys():
     from compressed_tensors.quantization import preset_name_to_scheme
 
     for name, (weights, inputs) in PRESETS.items():
@@ -221,7 +191,8 @@ def test_presets_are_the_librarys(library):
                 ), name  # fmt: skip
 
 
-def test_targets_match_as_in_the_library(library):
+@library.needed
+def test_targets_match_as_in_the_library():
     from compressed_tensors.utils.match import match_targets
 
     groups = {

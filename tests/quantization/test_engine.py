@@ -1,5 +1,5 @@
-"""Whole engines with weights in few bits: the tokens of the model that the numbers mean, whatever else a step holds; and
-checkpoints that lie, which loading and `quire inspect` refuse in the same words."""
+"""Whole engines with weights in few bits: the tokens of the model that the numbers mean, whatever else a step holds;
+and checkpoints that lie, which loading and `quire inspect` refuse in the same words."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_chunks_prefix_hits_and_batches_change_no_token(name: str, checkpoint: A
         assert tokens(llm, PROMPTS) == alone  # prompts in chunks that share steps with decodes
 
 
-@pytest.mark.parametrize("kind", [None, *ON_LOAD])
+@pytest.mark.parametrize("kind", [None, "gguf", *ON_LOAD])
 def test_a_gguf_file_runs_packed_or_rounded(kind: str | None, tmp_path: Path, tiny_model: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf", tiny_model)
     with engine(path, quantization=kind, skip_tokenizer_init=True) as llm:

@@ -135,6 +135,15 @@ def test_scales_that_cannot_be(name, value):
         load(found, tensors | {name: torch.tensor(value)}, (32, 48))
 
 
+def test_zero_points_of_symmetric_codes_are_zero():
+    codes, _, _ = blocks((32, 48))
+    found = ScaledFormat(per="tensor")
+    tensors = {"weight": codes, "weight_scale": torch.tensor(1.0), "weight_zero_point": torch.zeros(32, 1).to(FP8)}
+    load(found, tensors, (32, 48))
+    with pytest.raises(CheckpointError, match="weight_zero_point: is not zero"):
+        load(found, tensors | {"weight_zero_point": torch.ones(1, dtype=torch.int8)}, (32, 48))
+
+
 def test_codes_that_are_nan():
     codes, scale, _ = blocks((32, 48))
     codes.view(torch.uint8)[3, 4] = 0xFF

@@ -11,7 +11,7 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 
 from quire.errors import CheckpointError
-from quire.loading.gguf import GGUFCheckpoint, GGUFWeight
+from quire.loading.gguf import GGUFBlocks, GGUFCheckpoint, GGUFWeight
 from quire.quantization.formats.gguf import BLOCKS, GGUFFormat
 from quire.quantization.schemes.gguf import GGUFScheme
 from tests.kernels.gguf_blocks import random_blocks
@@ -59,8 +59,6 @@ def load(weight: GGUFWeight, form: GGUFFormat, rows: slice, columns: slice) -> t
     into = form.allocate((kept, last - first), torch.float32, lambda size, dtype: torch.zeros(size, dtype=dtype))
     # In two parts, as a fused layer is filled.
     read = blocks.read(part.keep)
-    if blocks.stored is not None:
-        assert torch.equal(read, blocks.stored.read(part.keep))
     form.place({"weight": read[:5]}, into, slice(0, 5))
     form.place({"weight": read[5:]}, into, slice(5, kept))
     return into.dequantize()
@@ -85,27 +83,54 @@ def test_rows_have_the_order_of_the_models_own_code(tmp_path: Path) -> None:
     weight = weights_of(path)["model.layers.0.self_attn.q_proj"]
     expected = torch.from_numpy(gguf.dequantize(raw, Kind.Q6_K))
     halves = expected.view(HEADS, ROWS // HEADS // 2, 2, WIDTH).transpose(1, 2).reshape(ROWS, WIDTH)
-    assert weight.blocks is not None and weight.blocks.stored is None
     for rows in (slice(None), slice(16, 48)):
         assert torch.equal(load(weight, GGUFFormat("Q6_K"), rows, slice(None)), halves[rows])
 
 
+def experts_of(tmp_path: Path, gate: str, up: str, down: str) -> tuple[GGUFScheme, dict[str, GGUFWeight]]:
+    kinds = {"gate": gate, "up": up, "down": down}
+    tensors = {
+        f"blk.0.ffn_{name}_exps.weight": (blocks_of(encoding, 3 * 8).reshape(3, 8, -1), encoding)
+        for name, encoding in kinds.items()
+    }
+    path = write(tmp_path / f"{gate}{up}{down}.gguf", tensors)
+    return GGUFScheme(GGUFCheckpoint(path)), weights_of(path)
+
+
 def test_stacked_experts_are_read_one_by_one(tmp_path: Path) -> None:
-    raw = blocks_of("Q4_K", 3 * 8).reshape(3, 8, -1)
-    path = write(tmp_path / "m.gguf", {"blk.0.ffn_up_exps.weight": (raw, "Q4_K")})
-    weight = weights_of(path)["model.layers.0.mlp.experts.up_proj"]
-    scheme, expected = GGUFScheme([weight]), torch.from_numpy(gguf.dequantize(raw, Kind.Q4_K))
+    scheme, weights = experts_of(tmp_path, "Q4_K", "Q4_K", "Q6_K")
     form = scheme.format_of("model.layers.0.mlp.experts.2.up_proj")
-    assert form == GGUFFormat("Q4_K") == scheme.format_of("model.layers.0.mlp.experts.up_proj")
-    assert scheme.format_of("model.layers.0.mlp.experts.2.down_proj") is None
+    assert form == GGUFFormat("Q4_K") == scheme.format_of("model.layers.0.mlp.experts.gate_proj")
+    assert scheme.format_of("model.layers.0.mlp.experts.0.down_proj") == GGUFFormat("Q6_K")
+    weight = weights["model.layers.0.mlp.experts.up_proj"]
     into = form.allocate((3, 8, WIDTH), torch.float32, lambda size, dtype: torch.zeros(size, dtype=dtype))
-    blocks = weight.blocks
-    assert blocks is not None and blocks.shape == raw.shape
     for expert in range(3):
-        form.place({"weight": blocks.read((slice(expert, expert + 1),))[0]}, into[expert], slice(0, 8))
-    assert torch.equal(into.dequantize(), expected)
-    part = blocks.read((slice(1, 3), slice(2, 5), slice(144, 288)))
-    assert torch.equal(part, torch.from_numpy(raw[1:3, 2:5, 144:288]))
+        one = GGUFBlocks(weight, expert)
+        assert one.name == f"model.layers.0.mlp.experts.{expert}.up_proj.weight" and len(one.shape) == 2
+        form.place({"weight": one.read()}, into[expert], slice(0, 8))
+    assert torch.equal(into.dequantize(), weight.read())
+    raw, one = blocks_of("Q4_K", 3 * 8).reshape(3, 8, -1), GGUFBlocks(weight, 2)
+    assert torch.equal(one.read((slice(2, 5), slice(144, 288))), torch.from_numpy(raw[2, 2:5, 144:288]))
+
+
+def test_experts_of_which_not_all_can_be_packed_are_dequantized(tmp_path: Path) -> None:
+    for kinds in (("Q4_K", "Q5_K", "Q4_K"), ("Q8_0", "Q8_0", "MXFP4")):
+        scheme, _ = experts_of(tmp_path, *kinds)
+        for name in ("gate", "up", "down"):
+            assert scheme.format_of(f"model.layers.0.mlp.experts.1.{name}_proj") is None
+
+
+@pytest.mark.parametrize("encoding", BLOCKS)
+def test_random_blocks_have_sane_values(encoding: str) -> None:
+    form = GGUFFormat(encoding)
+    whole = slice(None)
+    (part,) = form.stored((8, 512), whole, whole).values()
+    assert part.exact is not None
+    drawn = part.exact()
+    assert drawn.shape == part.shape and drawn.dtype == torch.uint8 and torch.equal(drawn, part.exact())
+    into = form.allocate((8, 512), torch.float32, lambda size, dtype: torch.zeros(size, dtype=dtype))
+    form.place({"weight": drawn}, into, slice(0, 8))
+    assert 0.002 < into.dequantize().std() < 0.2
 
 
 @pytest.mark.parametrize(("encoding", "block"), [("Q4_K", 256), ("Q4_1", 32), ("MXFP4", 32)])

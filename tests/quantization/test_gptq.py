@@ -205,12 +205,20 @@ def test_listed_modules(listed):
         ({"checkpoint_format": "gptq_p"}, "'gptq_p'"),
         ({"format": "marlin"}, "'marlin'"),
         ({"pack_dtype": "int16"}, "int16"),
+        ({"is_marlin_format": True}, "Marlin"),
         ({"dynamic": {"+:.*": {"bits": 7}}}, "7 bits"),
     ],
 )
 def test_other_layouts_are_refused(config, words):
     with pytest.raises(UnsupportedModelError, match=words):
         scheme(**config).format_of("model.layers.0.mlp.up_proj")
+
+
+def test_a_bias_of_zeros_for_every_matrix_is_ignored():
+    dtypes = {"model.layers.0.mlp.up_proj.qweight": "I32", "model.norm.weight": "F16"}
+    found = scheme_of({"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 128}}, dtypes=dtypes)
+    assert found.ignores("model.layers.0.mlp.up_proj.bias")
+    assert not found.ignores("model.norm.bias")
 
 
 def test_auto_round_in_this_layout():

@@ -1,5 +1,5 @@
-"""Matrices rounded while loading: bit by bit the rounding of the whole matrix, on any number of ranks; logits equal those
-of transformers with the same numbers."""
+"""Matrices rounded while loading: bit by bit the rounding of the whole matrix, on any number of ranks; logits equal
+those of transformers with the same numbers."""
 
 from __future__ import annotations
 
@@ -231,7 +231,7 @@ def test_a_cut_inside_a_group_is_refused_with_the_sizes_that_work(tmp_path: Path
 def test_matrices_stored_transposed_or_reordered_are_rounded_too(name: str, tmp_path: Path) -> None:
     reference = reference_of(name)
     ours = loaded(folder_of(name, tmp_path), "fp8")
-    held = [weight for weight in quantized_weights(ours)]
+    held = quantized_weights(ours)
     sources = [
         matrix.t() if name == "gpt2" else matrix
         for path, matrix in reference.state_dict().items()
@@ -287,14 +287,21 @@ def test_a_gguf_file_is_dequantized_and_rounded(tmp_path: Path) -> None:
 
 
 def test_modules_get_the_kind_that_a_table_gives_them(tmp_path: Path) -> None:
-    table = {"model.layers.0.mlp.down_proj": "16bit", r".*\.down_proj": "int8", r".*\.[kv]_proj": "fp8", "lm_head": "int4"}
+    table = {
+        "model.layers.0.mlp.down_proj": "16bit",
+        r".*\.down_proj": "int8",
+        r".*\.[kv]_proj": "fp8",
+        "lm_head": "int4",
+    }
     ours = loaded(folder_of("llama", tmp_path), table)
     reference = reference_of("llama")
     assert isinstance(ours.model.layers["0"].mlp.down_proj.weight, torch.Tensor)
     down = reference.model.layers[1].mlp.down_proj.weight.data
     assert torch.equal(values(ours, "model.layers.1.mlp.down_proj"), fake(down, "int8"))
     attention = reference.model.layers[0].self_attn
-    mixed = torch.cat([attention.q_proj.weight, *(fake(m.weight.data, "fp8") for m in (attention.k_proj, attention.v_proj))])
+    mixed = torch.cat(
+        [attention.q_proj.weight, *(fake(m.weight.data, "fp8") for m in (attention.k_proj, attention.v_proj))]
+    )
     assert torch.equal(values(ours, "model.layers.0.self_attn.qkv_proj"), mixed)
     assert torch.equal(values(ours, "lm_head"), fake(reference.lm_head.weight.data, "int4"))
 

@@ -3,24 +3,10 @@
 import pytest
 
 from quire.errors import CheckpointError, UnsupportedModelError
-from quire.quantization.schemes.base import DescribedScheme
 from quire.quantization.schemes.registry import scheme_of
 
 UP = "model.layers.0.mlp.up_proj"
 FP8 = {"quantization_config": {"quant_method": "fp8", "modules_to_not_convert": ["model.layers.9.mlp.up_proj"]}}
-
-
-class OwnScheme(DescribedScheme):
-    """What a user's package may hold."""
-
-    name = "own"
-
-    def __init__(self, config, dtypes=None):
-        super().__init__(dtypes)
-        self.config = config
-
-    def described(self, module):
-        return None
 
 
 def test_no_description():

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from quire.kernels.kv import KVFormat
 from quire.layers.attention.base import KVSpec
 from quire.messages.plan import NewRow, StepPlan
 from quire.messages.sampling import SamplingParams
@@ -27,7 +28,9 @@ class Device:
     def __init__(self, vocab: int, max_rows: int = 8, processors: Sequence[LogitsProcessor] = ()) -> None:
         self.max_rows = max_rows
         blocks_per_row = ROW_TOKENS // BLOCK
-        self._kv = KVCache(KVSpec(1, 1, 2), 1 + max_rows * blocks_per_row, BLOCK, torch.float32, torch.device("cpu"))
+        self._kv = KVCache(
+            KVSpec(1, 1, 2), 1 + max_rows * blocks_per_row, BLOCK, KVFormat(torch.float32), torch.device("cpu")
+        )
         self._kv.tokens.fill_(2**31 - 1)  # garbage past a row's tokens must not matter
         self.batch = DeviceBatch(max_rows, ROW_TOKENS, vocab, self._kv, torch.device("cpu"))
         self.sampler = Sampler(self.batch, processors)

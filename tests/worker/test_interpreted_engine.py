@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from quire import LLM, RequestOutput, SamplingParams
@@ -79,6 +80,22 @@ def test_tokens_equal_those_of_the_cpus_kernels(
     llm = interpreted(**settings)
     assert tokens_of(llm.generate(PROMPTS, PARAMS, use_tqdm=False)) == expected
     assert (preemptions(llm) > 0) == ("num_gpu_blocks_override" in settings)
+
+
+@pytest.mark.parametrize("name", [pytest.param("fp8", marks=pytest.mark.slow), "int8_per_token_head"])
+def test_keys_and_values_in_few_bits(
+    interpreted: Callable[..., LLM], tiny_model: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    settings = {"kv_cache_dtype": name, "block_size": 4, "max_num_batched_tokens": 12}
+    prompts, params = PROMPTS[1:3], [msgspec.structs.replace(each, max_tokens=3) for each in (GREEDY, SEEDED)]
+    ours = interpreted(pipeline_depth=1, **settings)
+    with monkeypatch.context() as patch:
+        patch.setattr(CpuPlatform, "ops", "quire.kernels.cpu.ops.CpuOps")
+        patch.setattr(CpuPlatform, "attention", "cpu")
+        usual = {"dtype": "float32", "num_gpu_blocks_override": 64, "device": "cpu"}
+        with LLM(str(tiny_model), **usual, **settings) as theirs:
+            expected = tokens_of(theirs.generate(prompts, params, use_tqdm=False))
+    assert tokens_of(ours.generate(prompts, params, use_tqdm=False)) == expected
 
 
 def test_cached_blocks_with_rows_of_every_kind(

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from quire.errors import ConfigError
+from quire.kernels.kv import KVFormat
 from quire.layers.attention.base import KVSpec
 from quire.messages.plan import Moves, StepPlan
 from quire.worker.batch import DeviceBatch
@@ -24,9 +25,9 @@ DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 @pytest.fixture(params=DEVICES)
 def mover(request: pytest.FixtureRequest) -> Mover:
     device = torch.device(request.param)
-    kv = KVCache(SPEC, BLOCKS, SIZE, torch.float32, device)
+    kv = KVCache(SPEC, BLOCKS, SIZE, KVFormat(torch.float32), device)
     kv.data.copy_(torch.arange(kv.data.numel(), device=device).view(kv.data.shape))
-    return Mover(kv, HostMemory(SLOTS, stored_bytes(SPEC, SIZE, torch.float32), pinned=device.type == "cuda"))
+    return Mover(kv, HostMemory(SLOTS, stored_bytes(SPEC, SIZE, KVFormat(torch.float32)), pinned=device.type == "cuda"))
 
 
 def finish(mover: Mover) -> list[int]:

@@ -8,6 +8,7 @@ import torch
 
 from quire.kernels.cpu.build import library
 from quire.kernels.cpu.tape import TapeArena
+from quire.kernels.kv import LayerKV, QuantizedKV
 from quire.kernels.reference import TorchOps
 from quire.kernels.weights.base import QuantizedWeight, Weight
 
@@ -178,7 +179,7 @@ class CpuOps(TorchOps):
         positions: torch.Tensor,
         cos_sin: torch.Tensor | None,
         norms: tuple[torch.Tensor, torch.Tensor, float] | None,
-        kv: torch.Tensor,
+        kv: LayerKV,
         slots: torch.Tensor,
         num_heads: int,
         num_kv_heads: int,
@@ -190,7 +191,7 @@ class CpuOps(TorchOps):
         covered = kv.dtype == dtype and slot_stride == head_dim <= _MAX_HEAD_DIM
         if covered and norms is not None:
             covered = norms[0].dtype == dtype and norms[1].dtype == dtype
-        if kernel is None or not covered:
+        if kernel is None or not covered or isinstance(kv, QuantizedKV):
             return super().prepare_qkv(qkv, positions, cos_sin, norms, kv, slots, num_heads, num_kv_heads, head_dim)
         run, pack = kernel
         tokens = qkv.size(0)

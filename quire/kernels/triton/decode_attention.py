@@ -1,4 +1,5 @@
-"""Paged decode attention: one query token per row, persistent programs, balanced for any mix of lengths (stream-K).
+"""Paged decode attention: one to eight query tokens per row, persistent programs, balanced for any mix of lengths
+(stream-K).
 
 A row's cached tokens are divided into tiles; the tiles of all rows and KV heads form one list, and every program
 takes an equal contiguous range of it. A range may end one row and begin another: a row that a program does not compute
@@ -7,7 +8,11 @@ order. So one long row occupies the whole GPU, and a thousand short ones do too;
 one captured CUDA graph serves any lengths.
 
 Bytes: every K and V of every row once (2 * context * kv_heads * head_dim values); q, output and partials are small
-in comparison. Operations: 4 * context * heads * head_dim per row, about 2 * group per byte: bound by memory.
+in comparison. Operations: 4 * context * heads * head_dim per query, about 2 * group per byte: bound by memory.
+
+A cache in few bits is half the bytes (and 4 of scale for head_dim of codes). Adjacent codes are loaded as 16-bit
+integers, for which there are transposing loads from shared memory, and widened in registers (`kv_codes.py`, about 2.3
+instructions per value): even and odd dimensions are separate products.
 
 For rows that share a prefix, `prefix_attention.py` may read the shared blocks once for all of them: such a row's online
 softmax then continues from the state that kernel wrote, at the row's first tile of its own.
@@ -24,6 +29,8 @@ import torch
 import triton
 import triton.language as tl
 
+from quire.kernels.kv import LayerKV, QuantizedKV
+from quire.kernels.triton.kv_codes import as_keys, decode_even, decode_odd, read_arguments
 from quire.kernels.triton.launch import INTERPRETED, gdc_launch_dependents, gdc_wait, num_sms, pdl
 
 PLANNED_AT_ONCE = 32
@@ -49,10 +56,12 @@ class DecodeTile:
 
 
 @functools.cache
-def decode_tile(head_dim: int, itemsize: int) -> DecodeTile:
-    """The tile shape for a head size; found with benchmarks/gpu/decode_attention.py on an H200."""
+def decode_tile(head_dim: int, itemsize: int, quantized: bool = False) -> DecodeTile:
+    """The tile shape for a head size; found with benchmarks/gpu/decode_attention.py and kv_formats.py on an H200."""
     if INTERPRETED:
         return DecodeTile(16, 4, 1, 2)
+    if quantized and head_dim * itemsize <= 256:
+        return DecodeTile(64, 2, 4, 4, min_tiles=1)
     if head_dim * itemsize > 256:
         return DecodeTile(32, 4, 3, 2)
     return DecodeTile(32, 2, 5, 4)
@@ -145,6 +154,29 @@ def online_softmax(scores, v, best, weight, acc, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def scaled_softmax(scores, v_scales, best, weight, TOKEN_SCALES: tl.constexpr):
+    """Update the online-softmax state: (weights for the product with V, factor of earlier sums, best, sum of
+    weights)."""
+    new_best = tl.maximum(best, tl.max(scores, 1))
+    safe = tl.where(new_best == float("-inf"), 0.0, new_best)
+    keep = tl.exp2(best - safe)
+    p = tl.exp2(scores - safe[:, None])
+    weight = weight * keep + tl.sum(p, 1)
+    if TOKEN_SCALES:
+        p = p * v_scales[None, :]
+    return p, keep, new_best, weight
+
+
+@triton.jit
+def _lines(row, head, g, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, QUERIES: tl.constexpr):
+    """Indices in [tokens, heads] of a row's queries for a KV head: g is query * GROUP + head of the group."""
+    if QUERIES == 1:
+        return (row * KV_HEADS + head).to(tl.int64) * GROUP + g
+    else:  # noqa: RET505 (a compile-time branch)
+        return ((row * QUERIES + g // GROUP).to(tl.int64) * KV_HEADS + head) * GROUP + g % GROUP
+
+
+@triton.jit
 def merge_partials(partial, stats, first, last, GROUP: tl.constexpr, GROUP_P2: tl.constexpr, DIM: tl.constexpr,
            DIM_P2: tl.constexpr, PARTS: tl.constexpr):  # fmt: skip
     """Merge the partials of programs first to last: best scores, weights [GROUP_P2], sums [GROUP_P2, DIM_P2]."""
@@ -177,14 +209,16 @@ def merge_partials(partial, stats, first, last, GROUP: tl.constexpr, GROUP_P2: t
 @triton.jit
 def _decode(
     q, kv, out, tables, rows, lens, plan, partial, stats, counters, shared, seen_sums, seen_stats, scale,
-    stride_q, stride_block, stride_half, stride_head, stride_table,
-    WINDOW: tl.constexpr, GROUP: tl.constexpr, GROUP_P2: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr,
-    DIM_P2: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr,
-    STAGES: tl.constexpr, SHARED: tl.constexpr, PDL: tl.constexpr,
+    stride_q, stride_block, stride_half, stride_head, stride_table, scales,
+    WINDOW: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr, OWN_P2: tl.constexpr, KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr, DIM_P2: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr, SHARED: tl.constexpr, CODES: tl.constexpr,
+    TOKEN_SCALES: tl.constexpr, VALUES: tl.constexpr, FAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A program's range of tiles, segment by segment; a segment is the part of the range in one row and KV head."""
-    # tl.dot needs at least 16 rows; the queries of a group fill some of them.
-    M: tl.constexpr = 16 if GROUP_P2 < 16 else GROUP_P2
+    # tl.dot needs at least 16 rows; the row's queries of a group (OWN) fill some of them.
+    OWN: tl.constexpr = GROUP * QUERIES
+    M: tl.constexpr = 16 if OWN_P2 < 16 else OWN_P2
     program = tl.program_id(0)
     each = tl.load(plan)
     entry = plan + HEADER_SIZE + program * ENTRY_SIZE
@@ -207,26 +241,45 @@ def _decode(
     while count > 0:
         low = 0
         if WINDOW > 0:
-            low = tl.maximum(length - WINDOW, 0)
+            low = tl.maximum(length - (WINDOW + QUERIES - 1), 0)
         if SHARED:
             low = skipped
         first_tile = low // TILE
         tiles = tl.maximum((length + TILE - 1) // TILE - first_tile, 1)
         take = tl.minimum(count, tiles - tile)
         table = tables + line.to(tl.int64) * stride_table
-        query = q + row.to(tl.int64) * stride_q + (head * GROUP + g[:, None]) * DIM + d[None, :]
-        qs = tl.load(query, mask=(g < GROUP)[:, None] & in_dim[None, :], other=0.0)
-        keys = kv + head.to(tl.int64) * stride_head + d[None, :]
+        is_query = g < OWN
+        lines = _lines(row, head, g, GROUP, KV_HEADS, QUERIES)
+        if QUERIES == 1:
+            query = q + row.to(tl.int64) * stride_q + (head * GROUP + g[:, None]) * DIM
+        else:
+            token = (row * QUERIES + g // GROUP).to(tl.int64)
+            query = q + (token * stride_q + (head * GROUP + g % GROUP) * DIM)[:, None]
+        factor = scale
+        if CODES:
+            e = tl.arange(0, DIM_P2 // 2)
+            in_pairs = (e < DIM // 2)[None, :]
+            qs = tl.load(query + d[None, :], mask=is_query[:, None] & in_dim[None, :], other=0.0)
+            qs, q_factors = as_keys(qs)
+            q_even, q_odd = tl.split(tl.reshape(qs, [M, DIM_P2 // 2, 2]))
+            keys = kv + head.to(tl.int64) * stride_head + e[None, :]
+            if not TOKEN_SCALES:
+                factor = scale * tl.load(scales + head)
+            q_factors = (q_factors * factor)[:, None]
+        else:
+            qs = tl.load(query + d[None, :], mask=is_query[:, None] & in_dim[None, :], other=0.0)
+            keys = kv + head.to(tl.int64) * stride_head + d[None, :]
         best = tl.full([M], float("-inf"), tl.float32)
         weight = tl.zeros([M], tl.float32)
         acc = tl.zeros([M, DIM_P2], tl.float32)
         if SHARED:  # continue from the prefix's state
-            begins = (g < GROUP) & (tile == 0) & (skipped > 0)
-            at_seen = (row * KV_HEADS + head).to(tl.int64) * GROUP + g
-            best = tl.load(seen_stats + at_seen * 2, mask=begins, other=float("-inf"))
-            weight = tl.load(seen_stats + at_seen * 2 + 1, mask=begins, other=0.0)
-            acc = tl.load(seen_sums + at_seen[:, None] * DIM + d[None, :], mask=begins[:, None] & in_dim[None, :],
+            begins = is_query & (tile == 0) & (skipped > 0)
+            best = tl.load(seen_stats + lines * 2, mask=begins, other=float("-inf"))
+            weight = tl.load(seen_stats + lines * 2 + 1, mask=begins, other=0.0)
+            acc = tl.load(seen_sums + lines[:, None] * DIM + d[None, :], mask=begins[:, None] & in_dim[None, :],
                           other=0.0)  # fmt: skip
+        if CODES:
+            acc_even, acc_odd = tl.split(tl.reshape(acc, [M, DIM_P2 // 2, 2]))
         begin = (first_tile + tile) * TILE
         for start in tl.range(begin, begin + take * TILE, TILE, num_stages=STAGES):
             position = start + tl.arange(0, TILE)
@@ -234,25 +287,62 @@ def _decode(
             if WINDOW > 0:
                 seen = seen & (position >= low)
             block = tl.load(table + position // BLOCK, mask=seen, other=0).to(tl.int64)
-            at = (block * stride_block + (position % BLOCK) * DIM)[:, None]
-            there = seen[:, None] & in_dim[None, :]
-            k = tl.load(keys + at, mask=there, other=0.0)
-            v = tl.load(keys + stride_half + at, mask=there, other=0.0)  # zeros: uninitialized memory may be NaN
-            scores = tl.dot(qs, tl.trans(k), input_precision=PRECISION) * scale
-            scores = tl.where(seen[None, :], scores, float("-inf"))
-            best, weight, acc = online_softmax(scores, v, best, weight, acc, PRECISION)
-        target = out + (row * KV_HEADS + head).to(tl.int64) * (GROUP * DIM)
+            visible = seen[None, :]
+            if QUERIES > 1:
+                own_position = (length - QUERIES + g // GROUP)[:, None]
+                visible = visible & (position[None, :] <= own_position)
+                if WINDOW > 0:
+                    visible = visible & (position[None, :] > own_position - WINDOW)
+            if CODES:
+                at = (block * stride_block + (position % BLOCK) * (DIM // 2))[:, None]
+                # Not masked: every position has a block, if only block 0, and no code is NaN.
+                if 2 * (DIM // 2) == DIM_P2:
+                    k = tl.trans(tl.load(keys + at))
+                    v = tl.load(keys + stride_half + at)
+                else:
+                    k = tl.trans(tl.load(keys + at, mask=in_pairs, other=0))
+                    v = tl.load(keys + stride_half + at, mask=in_pairs, other=0)
+                scores = tl.dot(q_even, decode_even(k, CODES, q_even.dtype, FAST), input_precision=PRECISION)
+                scores = tl.dot(q_odd, decode_odd(k, CODES, q_odd.dtype, FAST), scores, input_precision=PRECISION)
+                scores = scores * q_factors
+                v_scales = 1.0
+                if TOKEN_SCALES:
+                    at_scale = scales + block * (stride_block // 2) + head * BLOCK + position % BLOCK
+                    scores = scores * tl.load(at_scale, mask=seen, other=0.0)[None, :]
+                    v_scales = tl.load(at_scale + KV_HEADS * BLOCK, mask=seen, other=0.0)
+                scores = tl.where(visible, scores, float("-inf"))
+                p, keep, best, weight = scaled_softmax(scores, v_scales, best, weight, TOKEN_SCALES)
+                p = p.to(VALUES)
+                acc_even = tl.dot(p, decode_even(v, CODES, VALUES, FAST), acc_even * keep[:, None],
+                                  input_precision=PRECISION)  # fmt: skip
+                acc_odd = tl.dot(p, decode_odd(v, CODES, VALUES, FAST), acc_odd * keep[:, None],
+                                 input_precision=PRECISION)  # fmt: skip
+            else:
+                at = (block * stride_block + (position % BLOCK) * DIM)[:, None]
+                there = seen[:, None] & in_dim[None, :]
+                k = tl.load(keys + at, mask=there, other=0.0)
+                v = tl.load(keys + stride_half + at, mask=there, other=0.0)  # zeros: uninitialized memory may be NaN
+                scores = tl.dot(qs, tl.trans(k), input_precision=PRECISION) * scale
+                scores = tl.where(visible, scores, float("-inf"))
+                best, weight, acc = online_softmax(scores, v, best, weight, acc, PRECISION)
+        value_scale = 1.0
+        if CODES:
+            acc = tl.reshape(tl.join(acc_even, acc_odd), [M, DIM_P2])
+            if not TOKEN_SCALES:
+                value_scale = tl.load(scales + KV_HEADS + head)
         if take == tiles:
             values = acc / tl.where(weight == 0.0, 1.0, weight)[:, None]
-            at_out = g[:, None] * DIM + d[None, :]
-            tl.store(target + at_out, values.to(out.dtype.element_ty), mask=(g < GROUP)[:, None] & in_dim[None, :])
+            if CODES:
+                values = values * value_scale
+            tl.store(out + lines[:, None] * DIM + d[None, :], values.to(out.dtype.element_ty),
+                     mask=is_query[:, None] & in_dim[None, :])  # fmt: skip
         else:
             begins_here = tile == 0
             slot = program * 2 + begins_here.to(tl.int32)
-            tl.store(stats + slot * (2 * GROUP) + g, best, mask=g < GROUP)
-            tl.store(stats + slot * (2 * GROUP) + GROUP + g, weight, mask=g < GROUP)
-            tl.store(partial + (slot * GROUP + g[:, None]) * DIM + d[None, :], acc,
-                     mask=(g < GROUP)[:, None] & in_dim[None, :])  # fmt: skip
+            tl.store(stats + slot * (2 * OWN) + g, best, mask=is_query)
+            tl.store(stats + slot * (2 * OWN) + OWN + g, weight, mask=is_query)
+            tl.store(partial + (slot * OWN + g[:, None]) * DIM + d[None, :], acc,
+                     mask=is_query[:, None] & in_dim[None, :])  # fmt: skip
             segment = start_tile - tile
             first = segment // each
             last = (segment + tiles - 1) // each
@@ -261,12 +351,15 @@ def _decode(
             arrived = tl.atomic_add(counter, 1)
             if arrived == last - first:
                 tl.store(counter, 0)
-                _, mass, merged = merge_partials(partial, stats, first, last, GROUP, GROUP_P2,
+                _, mass, merged = merge_partials(partial, stats, first, last, OWN, OWN_P2,
                                               DIM, DIM_P2, PARTS)  # fmt: skip
                 merged = merged / tl.where(mass == 0.0, 1.0, mass)[:, None]
-                h = tl.arange(0, GROUP_P2)
-                tl.store(target + h[:, None] * DIM + d[None, :], merged.to(out.dtype.element_ty),
-                         mask=(h < GROUP)[:, None] & in_dim[None, :])  # fmt: skip
+                if CODES:
+                    merged = merged * value_scale
+                h = tl.arange(0, OWN_P2)
+                merged_lines = _lines(row, head, h, GROUP, KV_HEADS, QUERIES)
+                tl.store(out + merged_lines[:, None] * DIM + d[None, :], merged.to(out.dtype.element_ty),
+                         mask=(h < OWN)[:, None] & in_dim[None, :])  # fmt: skip
         start_tile += take
         count -= take
         tile = 0
@@ -288,26 +381,32 @@ class DecodeAttention:
 
     def __init__(
         self, heads: int, kv_heads: int, head_dim: int, max_rows: int, dtype: torch.dtype, device: torch.device,
-        tile: DecodeTile | None = None,
+        tile: DecodeTile | None = None, quantized: bool = False, queries: int = 1,
     ) -> None:  # fmt: skip
+        """`dtype`: of queries, keys and values; `quantized`: keys and values are stored in few bits; `queries`: query
+        tokens of every row, the last of its context, 1 to 8."""
         self._kv_heads = kv_heads
         self._group = heads // kv_heads
-        self._tile = tile or decode_tile(head_dim, dtype.itemsize)
+        self._queries = queries
+        own = self._group * queries
+        own_p2 = triton.next_power_of_2(own)
+        self._tile = tile or decode_tile(head_dim, dtype.itemsize, quantized)
         self._rows = max(16, triton.next_power_of_2(max_rows))
         self._programs = num_sms() * self._tile.programs
         self._planned = -(-self._programs // PLANNED_AT_ONCE) * PLANNED_AT_ONCE
-        partials = 2 * self._programs * self._group
+        partials = 2 * self._programs * own
         self._partial = torch.empty(partials * head_dim, dtype=torch.float32, device=device)
         self._stats = torch.empty(2 * partials, dtype=torch.float32, device=device)
         self._counters = torch.zeros(self._rows * kv_heads, dtype=torch.int32, device=device)
         self._constants = dict(
             GROUP=self._group,
-            GROUP_P2=triton.next_power_of_2(self._group),
+            QUERIES=queries,
+            OWN_P2=own_p2,
             KV_HEADS=kv_heads,
             DIM=head_dim,
-            DIM_P2=max(16, triton.next_power_of_2(head_dim)),
+            DIM_P2=max(32 if quantized else 16, triton.next_power_of_2(head_dim)),
             TILE=self._tile.tokens,
-            PARTS=8 if self._group <= 4 else 4,
+            PARTS=(8 if own <= 4 else 4) if queries == 1 else max(1, 32 // own_p2),
             PRECISION="ieee" if dtype == torch.float32 else "tf32",
             STAGES=self._tile.stages,
             num_warps=self._tile.warps,
@@ -327,33 +426,37 @@ class DecodeAttention:
 
         `shared`: as in `PrefixState`, if `attend` will get one; the window must be None then.
 
-        Another kernel must be launched between this and `attend`, which reads the plan before its `gdc_wait`.
+        Lengths count the row's own query tokens. Another kernel must be launched between this and `attend`, which reads
+        the plan before its `gdc_wait`.
         """
         plan = torch.empty(HEADER + ENTRY * self._planned, dtype=torch.int32, device=lens.device)
         width = min(self._rows, 32 if num_rows <= 32 else 256 if num_rows <= 256 else self._rows)
         plan_ranges[(self._planned // PLANNED_AT_ONCE,)](
-            lens, rows, lens if shared is None else shared, plan, num_rows, self._programs, WINDOW=window or 0,
+            lens, rows, lens if shared is None else shared, plan, num_rows, self._programs,
+            WINDOW=window + self._queries - 1 if window else 0,
             KV_HEADS=self._kv_heads, TILE=self._tile.tokens, ROWS=width, AT_ONCE=PLANNED_AT_ONCE,
             MIN_TILES=self._tile.min_tiles, SHARED=shared is not None, num_warps=4, **pdl(),
         )  # fmt: skip
         return plan
 
     def attend(
-        self, q: torch.Tensor, kv: torch.Tensor, out: torch.Tensor, tables: torch.Tensor, rows: torch.Tensor,
+        self, q: torch.Tensor, kv: LayerKV, out: torch.Tensor, tables: torch.Tensor, rows: torch.Tensor,
         lens: torch.Tensor, plan: torch.Tensor, num_rows: int, scale: float, window: int | None,
         prefix: PrefixState | None = None,
     ) -> None:  # fmt: skip
-        """Attention of q's first `num_rows` tokens, one per row, into `out`'s first rows; rows of length 0 are skipped.
+        """Attention of the first `num_rows` rows' tokens in q, row after row, into the same rows of `out`; rows of
+        length 0 are skipped.
 
         `prefix`: the state after the shared prefix; the plan must have been made with its `shared`.
         q [*, heads, head_dim], heads contiguous; kv one layer's cache; row i's blocks are tables[rows[i]].
         """
-        stride_block, stride_half, stride_head, _, _ = kv.stride()
+        codes = kv.pairs if isinstance(kv, QuantizedKV) else kv
+        stride_block, stride_half, stride_head, _, _ = codes.stride()
         seen = (lens, self._partial, self._stats) if prefix is None else (prefix.shared, prefix.sums, prefix.stats)
         _decode[(self._programs,)](
-            q, kv, out, tables, rows, lens, plan, self._partial, self._stats, self._counters, *seen, scale * LOG2_E,
+            q, codes, out, tables, rows, lens, plan, self._partial, self._stats, self._counters, *seen, scale * LOG2_E,
             q.stride(0), stride_block, stride_half, stride_head, tables.stride(0),
-            WINDOW=window or 0, BLOCK=kv.shape[3], SHARED=prefix is not None, **self._constants,
+            WINDOW=window or 0, BLOCK=kv.shape[3], SHARED=prefix is not None, **read_arguments(kv), **self._constants,
         )  # fmt: skip
 
 

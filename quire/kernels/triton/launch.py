@@ -39,9 +39,18 @@ def assume_device(arch: int, multiprocessors: int) -> None:
 @functools.cache
 def has_pdl() -> bool:
     """Whether the current device supports programmatic dependent launch."""
+    return arch() >= 90
+
+
+@functools.cache
+def arch() -> int:
+    """The current device's compute capability, times ten; 0 without one."""
     if _assumed:
-        return _assumed[0] >= 90
-    return not INTERPRETED and torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
+        return _assumed[0]
+    if INTERPRETED or not torch.cuda.is_available():
+        return 0
+    major, minor = torch.cuda.get_device_capability()
+    return 10 * major + minor
 
 
 @functools.cache
@@ -94,6 +103,6 @@ def num_sms() -> int:
 
 
 __all__ = [
-    "INTERPRETED", "SafeLauncher", "assume_device", "compiled", "gdc_launch_dependents", "gdc_wait", "has_pdl",
+    "INTERPRETED", "SafeLauncher", "arch", "assume_device", "compiled", "gdc_launch_dependents", "gdc_wait", "has_pdl",
     "let_threads_launch", "num_sms", "pdl", "watch_compiles",
 ]  # fmt: skip

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from quire.kernels.base import CompilableKernel
+from quire.kernels.kv import LayerKV
 from quire.kernels.reference import TorchOps
 from quire.kernels.triton import elementwise
 from quire.kernels.triton.cublaslt import TunedGemms, tuned_gemms
@@ -84,6 +85,11 @@ class TritonOps(TorchOps):
         tuned = self._tuned_gemms(x) if bias is None else None
         out = None if tuned is None else tuned.linear(x, weight)
         return super().linear(x, weight, bias) if out is None else out
+
+    def embedding(self, tokens: torch.Tensor, weight: Weight) -> torch.Tensor:
+        if isinstance(weight, QuantizedWeight):
+            return self.quantized(weight).embedding(tokens, weight)
+        return super().embedding(tokens, weight)
 
     def linear_add(
         self, stream: torch.Tensor, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None
@@ -272,11 +278,11 @@ class TritonOps(TorchOps):
         positions: torch.Tensor,
         cos_sin: torch.Tensor | None,
         norms: tuple[torch.Tensor, torch.Tensor, float] | None,
-        kv: torch.Tensor,
+        kv: LayerKV,
         slots: torch.Tensor,
         num_heads: int,
         num_kv_heads: int,
         head_dim: int,
     ) -> torch.Tensor:
-        kernel = prepare_qkv if _is_supported(qkv) and kv.stride(4) == 1 else super().prepare_qkv
+        kernel = prepare_qkv if _is_supported(qkv) and kv.stride()[4] == 1 else super().prepare_qkv
         return kernel(qkv, positions, cos_sin, norms, kv, slots, num_heads, num_kv_heads, head_dim)

@@ -10,6 +10,10 @@ Bytes: a program reads its context's K and V, 4 * head_dim per key in half preci
 4 * head_dim * BLOCK_M operations with them: BLOCK_M = 128 operations per byte, bound by the tensor cores (and, close
 behind, by the exponentials: one per pair and head, 16 per cycle and SM on an H200, against 4096 operations).
 
+Keys and values in few bits are widened in registers and written to shared memory, where the tensor cores read them:
+32k values per BLOCK_N = 128 keys, of half an instruction each (e4m3 to float16) to 2.5 (`kv_codes.py`). Products and
+sums are those of 16-bit values.
+
 A query's result depends only on its own row and on the fixed stride of key tiles from position 0, not on its tile, the
 chunking of its prompt or the rest of the batch: the bits are the same.
 """
@@ -25,6 +29,8 @@ import torch
 import triton
 import triton.language as tl
 
+from quire.kernels.kv import LayerKV, QuantizedKV
+from quire.kernels.triton.kv_codes import as_keys, decode, read_arguments
 from quire.kernels.triton.launch import INTERPRETED, gdc_launch_dependents, gdc_wait, pdl
 
 LOG2_E = 1.4426950408889634
@@ -123,6 +129,20 @@ def _key_offsets(table, start, columns, BLOCK: tl.constexpr, BLOCK_N: tl.constex
 
 
 @triton.jit
+def _token_scales(scales, table, start, exists, columns, KV_HEADS: tl.constexpr, BLOCK: tl.constexpr,
+                  BLOCK_N: tl.constexpr, STRIDE: tl.constexpr):  # fmt: skip
+    """Scales of keys and of values start to start + BLOCK_N. `scales`: of this head; `STRIDE`: between blocks.
+
+    One load for both: of a tensor with fewer elements than threads Triton makes every thread load all that it needs.
+    """
+    position = start + tl.arange(0, BLOCK_N)
+    blocks = tl.load(table + position // BLOCK, mask=position // BLOCK < columns, other=0)
+    at = blocks.to(tl.int64) * STRIDE + position % BLOCK
+    both = at[:, None] + (tl.arange(0, 2) * (KV_HEADS * BLOCK))[None, :]
+    return tl.split(tl.load(scales + both, mask=exists[:, None], other=0.0))
+
+
+@triton.jit
 def _exists(n, start, low, end, WINDOW: tl.constexpr):
     """Which keys start + n some query of the tile sees; others may be uninitialized, and zero times NaN is NaN."""
     exists = n < end - start
@@ -149,11 +169,14 @@ def _mask(scores, start, n, position, first, last, WINDOW: tl.constexpr, BLOCK_N
 
 
 @triton.jit
-def _softmax(scores, best, weight, scale):
-    """Online softmax: (weights of a tile's keys, factor for earlier sums, best score so far, sum of weights)."""
+def _softmax(scores, best, weight, scale, score_scale):
+    """Online softmax: (weights of a tile's keys, factor for earlier sums, best score so far, sum of weights).
+
+    `scale`: a number, or one for each query; `score_scale`: the same, as a column.
+    """
     higher = tl.maximum(best, tl.max(scores, 1) * scale)
     keep = tl.exp2(best - higher)
-    p = tl.exp2(scores * scale - higher[:, None])
+    p = tl.exp2(scores * score_scale - higher[:, None])
     return p, keep, higher, weight * keep + tl.sum(p, 1)
 
 
@@ -163,6 +186,7 @@ def _prefill(
     STRIDE_BLOCK: tl.constexpr, STRIDE_HEAD: tl.constexpr, WINDOW: tl.constexpr, GROUP: tl.constexpr,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_P2: tl.constexpr, BLOCK: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, STAGES: tl.constexpr, SKEWED: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    scales, CODES: tl.constexpr, TOKEN_SCALES: tl.constexpr, VALUES: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """One tile of queries, one KV head: matrix row m is token m // GROUP and head m % GROUP of the group."""
     if PDL:
@@ -202,6 +226,15 @@ def _prefill(
     table = tables + row.to(tl.int64) * stride_table
     keys = kv + head.to(tl.int64) * STRIDE_HEAD + d[None, :]
     values = keys + stride_half
+    score_scale = scale
+    v_scale = 1.0
+    if CODES:
+        if not TOKEN_SCALES:
+            scale = scale * tl.load(scales + head)
+            v_scale = tl.load(scales + KV_HEADS + head)
+        qs, q_factors = as_keys(qs)
+        scale = scale * q_factors
+        score_scale = scale[:, None]
     best = tl.full([BLOCK_M], -1e30, tl.float32)
     weight = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, DIM_P2], tl.float32)
@@ -219,14 +252,27 @@ def _prefill(
             exists = _exists(n, past, low, past + BLOCK_N, WINDOW)[:, None] & (start > begin)  # at first p is zero
             offsets = _key_offsets(table, past, stride_table, BLOCK, BLOCK_N, STRIDE_BLOCK, DIM)
             v = tl.load(values + offsets[:, None], mask=exists & in_dim, other=0.0)
+            if CODES:
+                k = decode(k, CODES, qs.dtype, FAST)
+                v = decode(v, CODES, VALUES, FAST)
             scores = tl.dot(qs, tl.trans(k), input_precision=PRECISION)
             acc = tl.dot(p.to(v.dtype), v, acc * keep[:, None], input_precision=PRECISION)
+            if TOKEN_SCALES:
+                k_scales, v_scales = _token_scales(
+                    scales + head * BLOCK, table, start, _exists(n, start, low, end, WINDOW), stride_table,
+                    KV_HEADS, BLOCK, BLOCK_N, STRIDE_BLOCK // 4,
+                )  # fmt: skip
+                scores = scores * k_scales[None, :]
             scores = _mask(scores, start, n, position, first, last, WINDOW, BLOCK_N)
-            p, keep, best, weight = _softmax(scores, best, weight, scale)
+            p, keep, best, weight = _softmax(scores, best, weight, scale, score_scale)
+            if TOKEN_SCALES:
+                p = p * v_scales[None, :]
         start = tl.multiple_of(last // BLOCK_N * BLOCK_N, BLOCK_N)
         exists = _exists(n, start, low, end, WINDOW)[:, None]
         offsets = _key_offsets(table, start, stride_table, BLOCK, BLOCK_N, STRIDE_BLOCK, DIM)
         v = tl.load(values + offsets[:, None], mask=exists & in_dim, other=0.0)
+        if CODES:
+            v = decode(v, CODES, VALUES, FAST)
         acc = tl.dot(p.to(v.dtype), v, acc * keep[:, None], input_precision=PRECISION)
     else:
         for start in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
@@ -235,11 +281,25 @@ def _prefill(
             offsets = _key_offsets(table, start, stride_table, BLOCK, BLOCK_N, STRIDE_BLOCK, DIM)
             k = tl.load(keys + offsets[:, None], mask=exists & in_dim, other=0.0)
             v = tl.load(values + offsets[:, None], mask=exists & in_dim, other=0.0)
+            if CODES:
+                k = decode(k, CODES, qs.dtype, FAST)
+                v = decode(v, CODES, VALUES, FAST)
             scores = tl.dot(qs, tl.trans(k), input_precision=PRECISION)
+            if TOKEN_SCALES:
+                k_scales, v_scales = _token_scales(
+                    scales + head * BLOCK, table, start, _exists(n, start, low, end, WINDOW), stride_table,
+                    KV_HEADS, BLOCK, BLOCK_N, STRIDE_BLOCK // 4,
+                )  # fmt: skip
+                scores = scores * k_scales[None, :]
             scores = _mask(scores, start, n, position, first, last, WINDOW, BLOCK_N)
-            p, keep, best, weight = _softmax(scores, best, weight, scale)
+            p, keep, best, weight = _softmax(scores, best, weight, scale, score_scale)
+            if TOKEN_SCALES:
+                p = p * v_scales[None, :]
             acc = tl.dot(p.to(v.dtype), v, acc * keep[:, None], input_precision=PRECISION)
-    result = (acc / weight[:, None]).to(out.dtype.element_ty)
+    result = acc / weight[:, None]
+    if CODES:
+        result = result * v_scale
+    result = result.to(out.dtype.element_ty)
     tl.store(out + line * (KV_HEADS * GROUP * DIM) + at, result, mask=there)
 
 
@@ -263,7 +323,7 @@ def plan_tiles(
 
 
 def prefill_attention(
-    q: torch.Tensor, kv: torch.Tensor, out: torch.Tensor, tables: torch.Tensor, tiles: torch.Tensor, scale: float,
+    q: torch.Tensor, kv: LayerKV, out: torch.Tensor, tables: torch.Tensor, tiles: torch.Tensor, scale: float,
     window: int | None, tile: PrefillTile | None = None,
 ) -> None:  # fmt: skip
     """Causal attention of the tokens that `tiles` lists into their rows of `out`; see AttentionBackend.attend.
@@ -277,9 +337,11 @@ def prefill_attention(
     stride_block, stride_half, stride_head, _, _ = kv.stride()
     tile = tile or prefill_tile(dim, q.element_size())
     _prefill[(tiles.shape[0] * kv_heads,)](
-        q, kv, out, tables, tiles, scale * LOG2_E, q.stride(0), stride_half, tables.stride(0),
+        q, kv.codes if isinstance(kv, QuantizedKV) else kv, out, tables, tiles, scale * LOG2_E, q.stride(0),
+        stride_half, tables.stride(0),
         STRIDE_BLOCK=stride_block, STRIDE_HEAD=stride_head, WINDOW=window or 0, GROUP=heads // kv_heads,
         KV_HEADS=kv_heads, DIM=dim, DIM_P2=max(16, triton.next_power_of_2(dim)), BLOCK=block_size,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, STAGES=tile.stages, SKEWED=tile.skewed,
-        PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=tile.warps, **pdl(),
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=tile.warps,
+        **read_arguments(kv), **pdl(),
     )  # fmt: skip

@@ -10,6 +10,7 @@ captured CUDA graph serves any groups.
 Bytes: a group's shared K and V once per query tile (2 * shared * kv_heads * head_dim values; from L2 for all tiles but
 the first) instead of once per row; and for each member 4 * heads * (head_dim + 2) bytes of state, written here and
 read by the decode kernel. Operations: 4 * shared * heads * head_dim per member, plus those of unused tile rows.
+Sums of codes are not multiplied by the layer's scale of values here: the decode kernel does that.
 """
 
 # ruff: noqa: N803
@@ -23,6 +24,7 @@ import torch
 import triton
 import triton.language as tl
 
+from quire.kernels.kv import LayerKV, QuantizedKV
 from quire.kernels.triton.decode_attention import (
     ENTRY,
     ENTRY_SIZE,
@@ -34,7 +36,9 @@ from quire.kernels.triton.decode_attention import (
     merge_partials,
     online_softmax,
     plan_ranges,
+    scaled_softmax,
 )
+from quire.kernels.triton.kv_codes import as_keys, decode, read_arguments
 from quire.kernels.triton.launch import INTERPRETED, gdc_launch_dependents, gdc_wait, num_sms, pdl
 
 SEARCHED_AT_ONCE = 128
@@ -122,10 +126,10 @@ def _plan_queries(
 @triton.jit
 def _prefix(
     q, kv, sums, stats, tables, tile_members, tile_rows, tile_lens, plan, partial, partial_stats, counters, scale,
-    stride_q, stride_block, stride_half, stride_head, stride_table,
+    stride_q, stride_block, stride_half, stride_head, stride_table, scales,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_P2: tl.constexpr, M: tl.constexpr,
     MEMBERS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
-    PDL: tl.constexpr,
+    CODES: tl.constexpr, TOKEN_SCALES: tl.constexpr, VALUES: tl.constexpr, FAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A program's range, segment by segment; a segment is the part of the range in one query tile and KV head."""
     program = tl.program_id(0)
@@ -157,6 +161,12 @@ def _prefix(
         best = tl.full([M], float("-inf"), tl.float32)
         weight = tl.zeros([M], tl.float32)
         acc = tl.zeros([M, DIM_P2], tl.float32)
+        if CODES:
+            factor = scale
+            if not TOKEN_SCALES:
+                factor = scale * tl.load(scales + head)
+            qs, q_factors = as_keys(qs)
+            q_factors = (q_factors * factor)[:, None]
         for start in tl.range(tile * TILE, (tile + take) * TILE, TILE, num_stages=STAGES):
             position = start + tl.arange(0, TILE)
             seen = position < length
@@ -165,9 +175,24 @@ def _prefix(
             held = seen[:, None] & in_dim[None, :]
             k = tl.load(keys + at, mask=held, other=0.0)
             v = tl.load(keys + stride_half + at, mask=held, other=0.0)
-            scores = tl.dot(qs, tl.trans(k), input_precision=PRECISION) * scale
-            scores = tl.where(seen[None, :], scores, float("-inf"))
-            best, weight, acc = online_softmax(scores, v, best, weight, acc, PRECISION)
+            if CODES:
+                k = decode(k, CODES, qs.dtype, FAST)
+                v = decode(v, CODES, VALUES, FAST)
+                scores = tl.dot(qs, tl.trans(k), input_precision=PRECISION) * q_factors
+                v_scales = 1.0
+                if TOKEN_SCALES:
+                    # One load for both: see `_token_scales` in prefill_attention.py.
+                    at_scale = scales + block * (stride_block // 4) + head * BLOCK + position % BLOCK
+                    both = at_scale[:, None] + (tl.arange(0, 2) * (KV_HEADS * BLOCK))[None, :]
+                    k_scales, v_scales = tl.split(tl.load(both, mask=seen[:, None], other=0.0))
+                    scores = scores * k_scales[None, :]
+                scores = tl.where(seen[None, :], scores, float("-inf"))
+                p, keep, best, weight = scaled_softmax(scores, v_scales, best, weight, TOKEN_SCALES)
+                acc = tl.dot(p.to(VALUES), v, acc * keep[:, None], input_precision=PRECISION)
+            else:
+                scores = tl.dot(qs, tl.trans(k), input_precision=PRECISION) * scale
+                scores = tl.where(seen[None, :], scores, float("-inf"))
+                best, weight, acc = online_softmax(scores, v, best, weight, acc, PRECISION)
         is_done = take == tiles
         if take < tiles:
             slot = program * 2 + (tile == 0).to(tl.int32)
@@ -206,8 +231,9 @@ class PrefixAttention:
 
     def __init__(
         self, heads: int, kv_heads: int, head_dim: int, max_rows: int, dtype: torch.dtype, device: torch.device,
-        tile: PrefixTile | None = None,
+        tile: PrefixTile | None = None, quantized: bool = False,
     ) -> None:  # fmt: skip
+        """`dtype`: of queries, keys and values; `quantized`: keys and values are stored in few bits."""
         self._kv_heads = kv_heads
         group = heads // kv_heads
         self._tile = tile or prefix_tile(head_dim, dtype.itemsize)
@@ -266,7 +292,7 @@ class PrefixAttention:
         return PrefixPlan(indices, lines, lens, ranges)
 
     def attend(
-        self, q: torch.Tensor, kv: torch.Tensor, tables: torch.Tensor, shared: torch.Tensor, plan: PrefixPlan,
+        self, q: torch.Tensor, kv: LayerKV, tables: torch.Tensor, shared: torch.Tensor, plan: PrefixPlan,
         scale: float,
     ) -> PrefixState:  # fmt: skip
         """The members' online-softmax state after their shared tokens, for `DecodeAttention.attend`.
@@ -275,8 +301,9 @@ class PrefixAttention:
         """
         stride_block, stride_half, stride_head, _, _ = kv.stride()
         _prefix[(self._programs,)](
-            q, kv, self._sums, self._stats, tables, plan.members, plan.rows, plan.lens, plan.ranges, self._partial,
+            q, kv.codes if isinstance(kv, QuantizedKV) else kv, self._sums, self._stats, tables, plan.members,
+            plan.rows, plan.lens, plan.ranges, self._partial,
             self._partial_stats, self._counters, scale * LOG2_E, q.stride(0), stride_block, stride_half, stride_head,
-            tables.stride(0), BLOCK=kv.shape[3], **self._constants,
+            tables.stride(0), BLOCK=kv.shape[3], **read_arguments(kv), **self._constants,
         )  # fmt: skip
         return PrefixState(shared, self._sums, self._stats)

@@ -3,7 +3,7 @@
 A program takes one token and a group of adjacent heads, of any role: Q, K and V heads are adjacent in a row of qkv, so
 all are loaded alike, and only the store address depends on the role. A head is held as the two halves of its rotated
 dimensions, so that a pair is in one thread, and the unrotated rest. Each value is loaded and stored by the same thread,
-so Q may overwrite its input.
+so Q may overwrite its input. A cache in few bits (`CODES`) gets the codes of the values that would be stored otherwise.
 """
 
 # ruff: noqa: N803, N806
@@ -17,6 +17,8 @@ import torch
 import triton
 import triton.language as tl
 
+from quire.kernels.kv import LayerKV, QuantizedKV
+from quire.kernels.triton.kv_codes import code_arguments, encode, finite, token_scale
 from quire.kernels.triton.launch import gdc_launch_dependents, gdc_wait, pdl
 
 GROUP_VALUES = 2048
@@ -43,6 +45,7 @@ def _prepare_qkv(
     k_weight,
     kv,
     slots,
+    scales,
     eps,
     qkv_stride,
     block_stride,
@@ -57,6 +60,8 @@ def _prepare_qkv(
     REST_BLOCK: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     GROUP: tl.constexpr,
+    CODES: tl.constexpr,
+    TOKEN_SCALES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     REST: tl.constexpr = HEAD_DIM - 2 * HALF
@@ -127,12 +132,39 @@ def _prepare_qkv(
         second = tl.where(is_v, second, (y * cos + x * sin).to(second.dtype))
         tl.store(q_at + pair, first, mask=in_pair & is_q)
         tl.store(q_at + HALF + pair, second, mask=in_pair & is_q)
-        tl.store(cache_at + pair, first.to(kv.dtype.element_ty), mask=in_pair & ~is_q)
-        tl.store(cache_at + HALF + pair, second.to(kv.dtype.element_ty), mask=in_pair & ~is_q)
-    if REST:
-        if NORM:
-            tl.store(q_at + rest, rest_values, mask=in_rest & is_q)
-        tl.store(cache_at + rest, rest_values.to(kv.dtype.element_ty), mask=in_rest & ~is_q)
+    if NORM and REST:
+        tl.store(q_at + rest, rest_values, mask=in_rest & is_q)
+    if CODES:
+        if program % GROUPS * GROUP + GROUP > HEADS:  # not only Q heads
+            if TOKEN_SCALES:
+                largest = tl.zeros((GROUP, 1), tl.float32)
+                if HALF:
+                    sizes = tl.maximum(tl.abs(finite(first)), tl.abs(finite(second)))
+                    largest = tl.maximum(largest, tl.max(sizes, axis=1, keep_dims=True))
+                if REST:
+                    largest = tl.maximum(largest, tl.max(tl.abs(finite(rest_values)), axis=1, keep_dims=True))
+                scale = token_scale(largest, CODES)
+                # Codes and scales of a layer have the same order, and their blocks begin as many bytes apart.
+                at_scale = (
+                    scales
+                    + slot // BLOCK_SIZE * (block_stride // 4)
+                    + (is_v.to(tl.int32) * KV_HEADS + kv_head) * BLOCK_SIZE
+                    + slot % BLOCK_SIZE
+                )
+                tl.store(at_scale, scale, mask=exists & ~is_q)
+            else:
+                scale = tl.load(scales + is_v.to(tl.int32) * KV_HEADS + kv_head, mask=exists & ~is_q, other=1.0)
+            if HALF:
+                tl.store(cache_at + pair, encode(first, scale, CODES), mask=in_pair & ~is_q)
+                tl.store(cache_at + HALF + pair, encode(second, scale, CODES), mask=in_pair & ~is_q)
+            if REST:
+                tl.store(cache_at + rest, encode(rest_values, scale, CODES), mask=in_rest & ~is_q)
+    else:
+        if HALF:
+            tl.store(cache_at + pair, first.to(kv.dtype.element_ty), mask=in_pair & ~is_q)
+            tl.store(cache_at + HALF + pair, second.to(kv.dtype.element_ty), mask=in_pair & ~is_q)
+        if REST:
+            tl.store(cache_at + rest, rest_values.to(kv.dtype.element_ty), mask=in_rest & ~is_q)
 
 
 @functools.cache
@@ -164,7 +196,7 @@ def prepare_qkv(
     positions: torch.Tensor,
     cos_sin: torch.Tensor | None,
     norms: tuple[torch.Tensor, torch.Tensor, float] | None,
-    kv: torch.Tensor,
+    kv: LayerKV,
     slots: torch.Tensor,
     num_heads: int,
     num_kv_heads: int,
@@ -172,8 +204,9 @@ def prepare_qkv(
 ) -> torch.Tensor:
     """`Ops.prepare_qkv`; Q overwrites its part of qkv and is returned as a view of it.
 
-    Bytes per token: (heads + 2 * kv_heads) * head_dim values in and as many out, one row of cos_sin (4 * rotary_dim)
-    and 16 of position and slot. Operations: 6 per rotated pair, and 4 per value where there is a norm.
+    Bytes per token: (heads + 2 * kv_heads) * head_dim values in and as many out, K and V as codes if the cache has
+    those, one row of cos_sin (4 * rotary_dim) and 16 of position and slot. Operations: 6 per rotated pair, 4 per value
+    where there is a norm, and about 25 per code.
     """
     q_weight, k_weight, eps = (None, None, 0.0) if norms is None else norms
     rotary_dim = 0 if cos_sin is None else cos_sin.shape[1]
@@ -187,14 +220,15 @@ def prepare_qkv(
         cos_sin,
         q_weight,
         k_weight,
-        kv,
+        kv.codes if isinstance(kv, QuantizedKV) else kv,
         slots,
-        eps,
-        stride,
-        block_stride,
-        value_stride,
-        head_stride,
-        slot_stride,
+        eps=eps,
+        qkv_stride=stride,
+        block_stride=block_stride,
+        value_stride=value_stride,
+        head_stride=head_stride,
+        slot_stride=slot_stride,
+        **code_arguments(kv),
         **constants,
     )
     return qkv.as_strided((tokens, num_heads, head_dim), (stride, head_dim, 1))

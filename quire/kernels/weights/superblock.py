@@ -137,6 +137,16 @@ _FIELDS: dict[str, dict[str, tuple[int, int]]] = {
 """Where the fields lie in a block of the file."""
 
 
+def set_halves(kind: BlockKind, blocks: torch.Tensor, size: float) -> None:
+    """Set d and m of blocks uint8 [..., bytes of a block] with random codes and scales: values are about `size`."""
+    code = 1 << kind.low.bits + (0 if kind.high is None else kind.high.bits)
+    scale = {"none": 1, "nibbles": 16, "int8": 64}[kind.scales]
+    values = {"d": 2 * size / (code * scale), "m": -size if kind.minimums == "block" else size / scale}
+    for name in values.keys() & _FIELDS[kind.name].keys():
+        start, stop = _FIELDS[kind.name][name]
+        blocks[..., start:stop] = torch.tensor([values[name]]).half().view(torch.uint8)
+
+
 def _six_bit_pairs(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Eight scales and eight minimums of 6 bits from 12 bytes: the last four bytes hold the low nibbles of pairs 4 to
     7, whose top bits are those of the first eight bytes."""
@@ -190,6 +200,12 @@ class SuperblockWeight(QuantizedWeight):
         return self._tensors
 
     def with_tensors(self, tensors: dict[str, torch.Tensor], shape: Sequence[int]) -> SuperblockWeight:
+        return SuperblockWeight(self.kind, tensors, self.dtype)
+
+    @property
+    def flat(self) -> SuperblockWeight:
+        """A stack's matrices one above the other."""
+        tensors = {name: tensor.flatten(0, -2) for name, tensor in self._tensors.items()}
         return SuperblockWeight(self.kind, tensors, self.dtype)
 
     def codes(self) -> torch.Tensor:

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
+from quire.kernels.kv import LayerKV
 from quire.registry import resolve
 
 _KNOWN = {
@@ -95,12 +96,12 @@ class AttentionBackend(Protocol):
     graph_safe: bool
     """Whether its kernels can be captured once and replayed for rows of other lengths."""
 
-    def prepare(self, heads: int, kv: torch.Tensor, inputs: AttentionInputs, window: int | None) -> None:
+    def prepare(self, heads: int, kv: LayerKV, inputs: AttentionInputs, window: int | None) -> None:
         """Called in each layer before its keys are written: the place to compute what is needed once per step."""
         ...
 
     def attend(
-        self, q: torch.Tensor, kv: torch.Tensor, inputs: AttentionInputs, scale: float, window: int | None
+        self, q: torch.Tensor, kv: LayerKV, inputs: AttentionInputs, scale: float, window: int | None
     ) -> torch.Tensor:
         """Causal attention of q [T, heads, head_dim] over the rows' cached tokens; returns [T, heads * head_dim].
 

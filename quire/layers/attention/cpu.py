@@ -5,12 +5,14 @@ from __future__ import annotations
 import torch
 
 from quire.kernels.cpu.build import library
+from quire.kernels.kv import LayerKV, QuantizedKV
 from quire.layers.attention.base import AttentionInputs
 from quire.layers.attention.torch_paged import TorchPagedAttention
 
 
 class CpuPagedAttention(TorchPagedAttention):
-    """Native for float32 and bfloat16; other dtypes, and machines without a compiler, use the torch backend.
+    """Native for float32 and bfloat16; other dtypes, caches in few bits, and machines without a compiler, use the torch
+    backend.
 
     A token's bits depend only on its own row: not on the batch, the threads, or the chunks of its prompt.
     """
@@ -21,8 +23,10 @@ class CpuPagedAttention(TorchPagedAttention):
         self._attend = native.kernel("attend") if native else {}
 
     def attend(
-        self, q: torch.Tensor, kv: torch.Tensor, inputs: AttentionInputs, scale: float, window: int | None
+        self, q: torch.Tensor, kv: LayerKV, inputs: AttentionInputs, scale: float, window: int | None
     ) -> torch.Tensor:
+        if isinstance(kv, QuantizedKV):
+            return super().attend(q, kv, inputs, scale, window)
         dtype = q.dtype
         kernel = self._attend.get(dtype)
         tokens, heads, head_dim = q.shape

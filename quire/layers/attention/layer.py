@@ -5,13 +5,15 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from quire.kernels.kv import LayerKV, QuantizedKV
 from quire.layers.attention.base import AttentionInputs, LastTokens
 from quire.layers.build_context import BuildContext
 from quire.layers.linear import Heads
 
 
 class Attention(nn.Module):
-    """Norm and rotate, write K and V to the cache, attend. Has no weights of its own."""
+    """Norm and rotate, write K and V to the cache, attend. Has no weights of its own but the scales of an 8-bit cache
+    (`kv_scales` [2, kv_heads] float32, see `scales.py`)."""
 
     def __init__(
         self,
@@ -31,18 +33,31 @@ class Attention(nn.Module):
         self.num_heads = len(heads.query)
         self.num_kv_heads = len(heads.kv)
         self.head_dim = heads.dim
+        self.kv_heads = heads.kv
+        self.num_all_kv_heads = build.config.num_kv_heads
+        self.dtype = build.dtype
+        has_scales = build.kv_format.codes is not None and not build.kv_format.per_token
+        scales = torch.ones(2, len(heads.kv), dtype=torch.float32, device=build.device) if has_scales else None
+        self.register_buffer("kv_scales", scales, persistent=False)
         self.scale = heads.dim**-0.5 if scale is None else scale
         self.window = build.config.windows[layer]
+
+    kv_scales: torch.Tensor | None
+
+    def scaled(self, kv: LayerKV) -> LayerKV:
+        """The layer's cache with the layer's scales, if it has any."""
+        return kv if self.kv_scales is None or not isinstance(kv, QuantizedKV) else kv.scaled(self.kv_scales)
 
     def forward(
         self,
         qkv: torch.Tensor,
         positions: torch.Tensor,
-        kv: torch.Tensor,
+        kv: LayerKV,
         inputs: AttentionInputs,
         last: LastTokens | None = None,
     ) -> torch.Tensor:
         """The heads' outputs [T, heads * head_dim]. With `last`: only of its tokens, but K and V of all are written."""
+        kv = self.scaled(kv)
         attended = inputs if last is None else last.inputs
         self.backend.prepare(self.num_heads, kv, attended, self.window)
         q = self.ops.prepare_qkv(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from quire.kernels.kv import LayerKV, QuantizedKV
 from quire.layers.attention.base import AttentionInputs
 
 # Elements of the largest intermediate tensor (256 MiB in float32): rows are processed in groups, queries in spans.
@@ -15,11 +16,11 @@ class TorchPagedAttention:
 
     graph_safe = False
 
-    def prepare(self, heads: int, kv: torch.Tensor, inputs: AttentionInputs, window: int | None) -> None:
+    def prepare(self, heads: int, kv: LayerKV, inputs: AttentionInputs, window: int | None) -> None:
         """Nothing to compute ahead."""
 
     def attend(
-        self, q: torch.Tensor, kv: torch.Tensor, inputs: AttentionInputs, scale: float, window: int | None
+        self, q: torch.Tensor, kv: LayerKV, inputs: AttentionInputs, scale: float, window: int | None
     ) -> torch.Tensor:
         tokens, heads, dim = q.shape
         # One row more than there are tokens, for the outputs of padding queries.
@@ -36,7 +37,7 @@ class TorchPagedAttention:
         self,
         out: torch.Tensor,
         q: torch.Tensor,
-        kv: torch.Tensor,
+        kv: LayerKV,
         inputs: AttentionInputs,
         first: int,
         last: int,
@@ -72,8 +73,10 @@ class TorchPagedAttention:
                 out.index_copy_(0, index.flatten(), result.flatten(0, 1).to(out.dtype))
 
 
-def _gather(kv: torch.Tensor, tables: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _gather(kv: LayerKV, tables: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """K and V of rows' blocks [rows, blocks], each as [kv_heads, rows, context, dim] float32."""
+    if isinstance(kv, QuantizedKV):
+        return kv.gather(0, tables), kv.gather(1, tables)
     keys, values = kv.permute(1, 2, 0, 3, 4)
     # Heads lead, so that blocks and their slots are adjacent and flatten without a second copy.
     return keys[:, tables].flatten(2, 3).float(), values[:, tables].flatten(2, 3).float()

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from quire.kernels.kv import LayerKV, format_of
 from quire.kernels.triton.decode_attention import DecodeAttention
 from quire.kernels.triton.prefill_attention import LONG_CONTEXT, plan_tiles, prefill_attention, prefill_tile
 from quire.kernels.triton.prefix_attention import PrefixAttention
@@ -26,7 +27,7 @@ class TritonPagedAttention(PrefixGroupBackend):
         self._invariant = batch_invariant
         self._kernels: dict[tuple, Any] = {}
 
-    def prepare(self, heads: int, kv: torch.Tensor, inputs: AttentionInputs, window: int | None) -> None:
+    def prepare(self, heads: int, kv: LayerKV, inputs: AttentionInputs, window: int | None) -> None:
         if inputs.rows is None:
             inputs.rows = torch.arange(inputs.num_rows, dtype=torch.int32, device=kv.device)
         key = ("decode", window)
@@ -56,7 +57,7 @@ class TritonPagedAttention(PrefixGroupBackend):
             inputs.plans["tiles"] = (tiles, tile)
 
     def attend(
-        self, q: torch.Tensor, kv: torch.Tensor, inputs: AttentionInputs, scale: float, window: int | None
+        self, q: torch.Tensor, kv: LayerKV, inputs: AttentionInputs, scale: float, window: int | None
     ) -> torch.Tensor:
         tokens, heads, head_dim = q.shape
         out = torch.empty(tokens, heads * head_dim, dtype=q.dtype, device=q.device)
@@ -80,11 +81,12 @@ class TritonPagedAttention(PrefixGroupBackend):
         """How many rows, from the first, go through the decode kernel."""
         return 0 if self._invariant else inputs.num_decodes
 
-    def _kernel(self, kind: type, heads: int, kv: torch.Tensor, inputs: AttentionInputs) -> Any:
+    def _kernel(self, kind: type, heads: int, kv: LayerKV, inputs: AttentionInputs) -> Any:
         """The kernel for heads of this shape, with its workspace; made when first used."""
         _, _, kv_heads, _, head_dim = kv.shape
         rows = max(len(inputs.block_tables) - 1, inputs.num_rows)  # the last one is padding
-        key = (kind, heads, kv_heads, head_dim, kv.dtype, rows)
+        quantized = format_of(kv).codes is not None
+        key = (kind, heads, kv_heads, head_dim, kv.dtype, quantized, rows)
         if key not in self._kernels:
-            self._kernels[key] = kind(heads, kv_heads, head_dim, rows, kv.dtype, kv.device)
+            self._kernels[key] = kind(heads, kv_heads, head_dim, rows, kv.dtype, kv.device, quantized=quantized)
         return self._kernels[key]

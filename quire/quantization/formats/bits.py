@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
-
-AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Which of the eight nibbles of a word holds column 0, 1, …: AWQ's order within an int32."""
 
 
 def words_of(values: int, bits: int) -> int:
@@ -25,6 +24,8 @@ def unpack_dense(words: torch.Tensor, bits: int, count: int) -> torch.Tensor:
     Eight values are `bits` bytes, whatever the width, so all widths are read byte by byte.
     """
     data = words.contiguous().view(torch.uint8)
+    if bits in (4, 8):
+        return (unpack_pairs(data) if bits == 4 else data)[..., :count]
     data = F.pad(data, (0, -data.shape[-1] % bits)).unflatten(-1, (-1, bits))
     values = torch.empty((*data.shape[:-1], 8), dtype=torch.uint8, device=words.device)
     for place in range(8):
@@ -44,9 +45,15 @@ def unpack_sparse(words: torch.Tensor, bits: int, count: int) -> torch.Tensor:
 
 
 def unpack_awq(words: torch.Tensor) -> torch.Tensor:
-    """int32 words [..., n / 8] of 4-bit values in AWQ's order, as uint8 [..., n]."""
-    nibbles = unpack_dense(words, 4, words.shape[-1] * 8)
-    return nibbles.unflatten(-1, (-1, 8))[..., list(AWQ_PLACES)].flatten(-2)
+    """int32 words [k, n / 8] of 4-bit values, packed along the columns in AWQ's order, transposed: uint8 [n, k].
+
+    The low half of a word holds columns 0, 2, 4 and 6, the high half 1, 3, 5 and 7.
+    """
+    columns = words.t().contiguous()  # Words first: a transpose of bytes is slow.
+    values = torch.empty((columns.shape[0], 8, columns.shape[1]), dtype=torch.uint8, device=words.device)
+    for column in range(8):
+        values[:, column] = (columns >> (16 * (column % 2) + 4 * (column // 2))) & 15
+    return values.flatten(0, 1)
 
 
 def unpack_pairs(packed: torch.Tensor) -> torch.Tensor:
@@ -64,3 +71,8 @@ def powers_of_two(exponent: torch.Tensor) -> torch.Tensor:
     raw = exponent.to(torch.int32) << 23
     # 2^-127 is subnormal.
     return torch.where(raw == 0, torch.full_like(raw, 1 << 22), raw).view(torch.float32)
+
+
+def random_exponents(shape: tuple[int, ...], low: int) -> torch.Tensor:
+    """Exponents for random weights: `low` and the next, in turn."""
+    return (torch.arange(math.prod(shape), dtype=torch.int64) % 2 + low).to(torch.uint8).reshape(shape)

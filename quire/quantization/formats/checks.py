@@ -73,12 +73,17 @@ _SHARED = threading.Lock()
 
 
 def check_agreement(into: torch.Tensor, value: torch.Tensor, name: str, what: str) -> None:
-    """Write `value` to a tensor that all parts of a weight share, and that is zero before the first is placed."""
+    """Write `value` to a tensor that all parts of a weight share, and that is zero before the first is placed.
+
+    Raise CheckpointError if an earlier part had another value; `what`: what it is a property of.
+    """
     value = value.to(into.device, into.dtype).reshape(into.shape)
     with _SHARED:
         if bool(into.any()) and not torch.equal(into, value):
             shown = f": {into.flatten()[0].item():g} and {value.flatten()[0].item():g}" if into.numel() == 1 else ""
-            raise CheckpointError(f"{name}: differs between matrices that share {what}{shown}")
+            raise CheckpointError(
+                f"{name}: differs between matrices that are held as one weight and share {what}{shown}"
+            )
         into.copy_(value)
 
 

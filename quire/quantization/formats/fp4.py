@@ -11,12 +11,12 @@ from quire.kernels.weights.base import Allocate, QuantizedWeight
 from quire.kernels.weights.fp4 import Fp4Weight
 from quire.quantization.formats import checks
 from quire.quantization.formats.base import StoredPart
-from quire.quantization.formats.bits import exponents, unpack_pairs
+from quire.quantization.formats.bits import exponents, random_exponents, unpack_pairs
 from quire.quantization.formats.scaled import SCALAR_SHAPES
 
 _RANDOM_SCALE = 64.0
 _RANDOM_FACTOR = 0.02 / 2.926 / _RANDOM_SCALE
-_RANDOM_EXPONENT = 120
+_RANDOM_EXPONENT = 119
 """Random codes have a root mean square of 2.926; so random weights have a standard deviation of about 0.02."""
 
 
@@ -76,7 +76,7 @@ class Fp4Format:
                 scales,
                 checks.E8M0[::-1],
                 (rows, groups),
-                exact=lambda: torch.full(scales, _RANDOM_EXPONENT, dtype=torch.uint8),
+                exact=lambda: random_exponents(scales, _RANDOM_EXPONENT),
             )
         return parts
 
@@ -134,7 +134,7 @@ class Mxfp4Experts:
                 scales,
                 checks.E8M0[::-1],
                 (experts, rows, groups),
-                exact=lambda: torch.full(scales, _RANDOM_EXPONENT, dtype=torch.uint8),
+                exact=lambda: random_exponents(scales, _RANDOM_EXPONENT),
             ),
         }
 

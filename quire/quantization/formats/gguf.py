@@ -9,7 +9,7 @@ import torch
 
 from quire.kernels.weights.base import Allocate, QuantizedWeight
 from quire.kernels.weights.fp4 import Fp4Weight
-from quire.kernels.weights.superblock import KINDS, Plane, SuperblockWeight
+from quire.kernels.weights.superblock import KINDS, Plane, SuperblockWeight, set_halves
 from quire.quantization.formats.base import StoredPart
 
 BLOCKS = {name: (kind.block, kind.nbytes) for name, kind in KINDS.items()} | {"MXFP4": (32, 17)}
@@ -45,7 +45,14 @@ class GGUFFormat:
         block, nbytes = BLOCKS[self.encoding]
         first, last, _ = columns.indices(shape[1])
         kept = slice(first // block * nbytes, last // block * nbytes)
-        return {"weight": StoredPart((shape[0], shape[1] // block * nbytes), (torch.uint8,), (rows, kept))}
+        return {
+            "weight": StoredPart(
+                (shape[0], shape[1] // block * nbytes),
+                (torch.uint8,),
+                (rows, kept),
+                exact=lambda: self._random(shape),
+            )
+        }
 
     def place(self, read: Mapping[str, torch.Tensor], weight: QuantizedWeight, rows: slice) -> None:
         blocks = read["weight"]
@@ -55,3 +62,16 @@ class GGUFFormat:
         assert isinstance(weight, Fp4Weight)
         raw = blocks.unflatten(-1, (-1, BLOCKS["MXFP4"][1]))
         weight.write(rows, Plane(4, 16).unpack(raw[..., 1:]).flatten(-2), raw[..., 0])
+
+    def _random(self, shape: tuple[int, int]) -> torch.Tensor:
+        """Codes of the full range and scales for values of about 0.02."""
+        block, nbytes = BLOCKS[self.encoding]
+        generator = torch.Generator().manual_seed(shape[0] * 65537 + shape[1])
+        raw = torch.randint(
+            0, 256, (shape[0], shape[1] // block, nbytes), dtype=torch.uint8, generator=generator
+        )  # fmt: skip
+        if self.encoding == "MXFP4":
+            raw[..., 0] = 119  # 2^-8
+        else:
+            set_halves(KINDS[self.encoding], raw, 0.02)
+        return raw.flatten(1)

@@ -84,9 +84,7 @@ class GroupedFormat(abc.ABC):
         self, shape: Sequence[int], dtype: torch.dtype, allocate: Allocate, starts: Sequence[int] = (0,)
     ) -> GroupedWeight:
         group = shape[-1] if self.group is None else min(self.group, shape[-1])
-        return GroupedWeight.allocate(
-            shape, dtype, allocate, self.held, group, zeros=self.zeros, ordered=self.ordered
-        )
+        return GroupedWeight.allocate(shape, dtype, allocate, self.held, group, zeros=self.zeros, ordered=self.ordered)
 
     @abc.abstractmethod
     def stored(self, shape: tuple[int, int], rows: slice, columns: slice) -> Mapping[str, StoredPart]: ...
@@ -187,9 +185,12 @@ class PackedFormat(GroupedFormat):
                 also=older,
             ),
             "weight_scale": StoredPart(
-                (height, count), (torch.bfloat16, torch.float16, torch.float32), (rows, groups), self._typical_scale,
+                (height, count),
+                (torch.bfloat16, torch.float16, torch.float32),
+                (rows, groups),
+                self._typical_scale,
                 also=(((height,), (rows,)),) if count == 1 else (),
-            ),  # fmt: skip
+            ),
             "weight_shape": StoredPart((2,), (torch.int64, torch.int32), exact=lambda: torch.tensor(shape)),
         }
         if self.zeros:
@@ -247,10 +248,15 @@ class AwqFormat(GroupedFormat):
         height, width = shape
         count, groups = self._groups(shape, columns)
         words = checks.shrink(rows, height, 8)
+        zeros = (count, words_of(height, 4))
         return {
             "qweight": StoredPart((width, words_of(height, 4)), (torch.int32,), (columns, words)),
             "qzeros": StoredPart(
-                (count, words_of(height, 4)), (torch.int32,), (groups, words), optional=not self.zeros
+                zeros,
+                (torch.int32,),
+                (groups, words),
+                optional=not self.zeros,
+                exact=None if self.zeros else lambda: torch.full(zeros, 0x88888888 - (1 << 32), dtype=torch.int32),
             ),
             "scales": StoredPart((count, height), _SCALES, (groups, rows), self._typical_scale),
         }
@@ -260,11 +266,11 @@ class AwqFormat(GroupedFormat):
         read = checks.on(weight.device, read)
         scales = checks.need(read, "scales")
         height = scales.shape[1]
-        codes = unpack_awq(checks.need(read, "qweight"))[:, :height].t()
+        codes = unpack_awq(checks.need(read, "qweight"))[:height]
         zero = None
         if self.zeros:
-            zero = unpack_awq(checks.need(read, "qzeros"))[:, :height].t()
-        elif "qzeros" in read and not bool((unpack_awq(read["qzeros"]) == 8).all()):
+            zero = unpack_awq(checks.need(read, "qzeros"))[:height]
+        elif "qzeros" in read and not bool((unpack_awq(read["qzeros"])[:height] == 8).all()):
             raise CheckpointError("qzeros: not all are 8, though the checkpoint's description says zero_point: false")
         self._write(weight, rows, codes, scales.t(), "scales", zero)
 

@@ -1,4 +1,4 @@
-"""What the readers of checkpoint descriptions share: the tensors' dtypes, which are the truth where the two disagree."""
+"""What the readers of descriptions share: the tensors' dtypes, which are the truth where the two disagree."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def is_head(module: str) -> bool:
 
 def names_in(config: Mapping[str, Any], *keys: str) -> tuple[str, ...]:
     """The first list of names under one of the keys; lists within lists are flattened."""
-    found = next((config[key] for key in keys if config.get(key)), [])
+    found: Any = next((config[key] for key in keys if config.get(key)), [])
     flat: list[str] = []
     for name in found if isinstance(found, (list, tuple)) else [found]:
         flat.extend(name if isinstance(name, (list, tuple)) else [name])

@@ -98,7 +98,7 @@ PRESETS: Mapping[str, tuple[Args, Args | None]] = {
 
 
 @dataclass(frozen=True)
-class Group:
+class ModuleGroup:
     """Modules that are quantized in one way."""
 
     name: str
@@ -110,7 +110,7 @@ class Group:
     """Whether their results are quantized too."""
 
     @classmethod
-    def read(cls, name: str, given: Any, default: str | None) -> Group:
+    def read(cls, name: str, given: Any, default: str | None) -> ModuleGroup:
         if isinstance(given, (list, tuple)):
             if name.upper() not in PRESETS:
                 raise UnsupportedModelError(
@@ -148,7 +148,7 @@ class CompressedTensorsScheme(DescribedScheme):
             raise CheckpointError(f"quantization_config: config_groups is {groups!r}; an object is needed")
         # Each group has its own format if they are mixed.
         default = None if default == "mixed-precision" else default
-        self._groups = [Group.read(name, group, default) for name, group in groups.items()]
+        self._groups = [ModuleGroup.read(name, group, default) for name, group in groups.items()]
         ignored = names_in(config, "ignore")
         self._ignored = frozenset(ignored)
         self._ignored_patterns = [name for name in ignored if name.startswith("re:") or name == "Linear"]
@@ -172,14 +172,12 @@ class CompressedTensorsScheme(DescribedScheme):
         return None if group is None or group.weights is None else _format(group, module)
 
     def describes_head(self, module: str) -> bool:
-        return any(
-            self._by_name(module, target) for group in self._groups for target in group.targets
-        )
+        return any(self._by_name(module, target) for group in self._groups for target in group.targets)
 
-    def _group_of(self, module: str) -> Group | None:
+    def _group_of(self, module: str) -> ModuleGroup | None:
         """By exact name before regular expression before class, as the library decides."""
         found = [
-            ((not target == module, not target.startswith("re:"), target), group)
+            ((target != module, not target.startswith("re:"), target), group)
             for group in self._groups
             for target in group.targets
             if self._matches(module, target)
@@ -212,7 +210,7 @@ def _formats_of(groups: Any) -> list[Any]:
     return [group.get("format") for group in values if isinstance(group, Mapping)]
 
 
-def _format(group: Group, module: str) -> Format:
+def _format(group: ModuleGroup, module: str) -> Format:
     """The format of a group's matrices."""
     weights, inputs = group.weights, group.inputs
     assert weights is not None

@@ -51,7 +51,7 @@ class Fp8Scheme(DescribedScheme):
 
 
 class FbgemmFp8Scheme(Fp8Scheme):
-    """A scale per output, activations by token. Their upper bound (`activation_scale_ub`) clips outliers: not applied."""
+    """A scale per output, activations by token. The bound on their scales (`activation_scale_ub`) is not applied."""
 
     name = "fbgemm_fp8"
 

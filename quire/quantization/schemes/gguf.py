@@ -2,41 +2,67 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import re
 from collections import Counter
 from collections.abc import Iterable
 
+from quire.kernels.weights.superblock import KINDS
 from quire.loading.gguf import GGUFWeight
 from quire.quantization.formats.gguf import BLOCKS, GGUFFormat
 
 logger = logging.getLogger(__name__)
 
 _ONE_EXPERT = re.compile(r"\.experts\.\d+\.")
+_EXPERTS = re.compile(r"(.*\.experts)\.(gate|up|down)_proj")
+_REGROUPED = re.compile(r"\.query_key_value$")
+"""Matrices whose rows the model regroups while loading: GPT-NeoX's."""
+
+
+@functools.cache
+def _say(message: str) -> None:
+    """Once: a file's scheme is made several times, for estimates and by every rank."""
+    logger.info("%s", message)
 
 
 class GGUFScheme:
     """The encodings of a GGUF file's tensors. Encodings without a layout of ours are dequantized while loading."""
 
     name = "gguf"
+    covers_embeddings = True
+    stacks_experts = True
+    """Experts are stacked in the file; they are asked for, and read, under the names of Hugging Face's Qwen models."""
 
     def __init__(self, checkpoint: Iterable[GGUFWeight]) -> None:
         self.disagreements: list[str] = []
-        self._encodings = {
-            weight.name.removesuffix(".weight"): weight.encoding
-            for weight in checkpoint
-            if weight.encoding is not None and weight.blocks is not None
-        }
-        others = Counter(encoding for encoding in self._encodings.values() if encoding not in BLOCKS)
+        self._formats: dict[str, GGUFFormat] = {}
+        encodings: dict[str, str] = {}
+        for weight in checkpoint:
+            if weight.encoding is None:
+                continue
+            module = weight.name.removesuffix(".weight")
+            encodings[module] = weight.encoding
+            if weight.encoding in BLOCKS and weight.blocks is not None and not _REGROUPED.search(module):
+                self._formats[module] = GGUFFormat(weight.encoding)
+        self._drop_uneven_experts(encodings)
+        others = Counter(encoding for module, encoding in encodings.items() if module not in self._formats)
         if others:
             listed = ", ".join(f"{count} in {encoding}" for encoding, count in sorted(others.items()))
-            logger.info("GGUF tensors without kernels of their own are dequantized while loading: %s", listed)
+            _say(f"tensors of the GGUF file that are dequantized while loading: {listed}")
 
     def format_of(self, module: str) -> GGUFFormat | None:
-        """The module's format; experts may be asked for by their number though the file has them stacked."""
-        encoding = self._encodings.get(module) or self._encodings.get(_ONE_EXPERT.sub(".experts.", module))
-        return GGUFFormat(encoding) if encoding in BLOCKS else None
+        """The module's format; None: it is dequantized."""
+        return self._formats.get(module) or self._formats.get(_ONE_EXPERT.sub(".experts.", module))
 
     def ignores(self, tensor: str) -> bool:
-        """None: a GGUF file's tensors are all the model's."""
         return False
+
+    def _drop_uneven_experts(self, modules: Iterable[str]) -> None:
+        """Experts of a layer stay packed if gate and up have one encoding, and down one of the same layout."""
+        for owner in {found[1] for module in modules if (found := _EXPERTS.fullmatch(module))}:
+            gate, up, down = (self._formats.get(f"{owner}.{name}_proj") for name in ("gate", "up", "down"))
+            packs = gate is not None and gate == up and down is not None
+            if not (packs and (gate.encoding in KINDS) == (down.encoding in KINDS)):  # type: ignore[union-attr]
+                for name in ("gate", "up", "down"):
+                    self._formats.pop(f"{owner}.{name}_proj", None)

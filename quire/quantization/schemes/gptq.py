@@ -26,6 +26,8 @@ class GptqScheme(DescribedScheme):
         layout = str(config.get("checkpoint_format") or config.get("format") or "gptq").lower()
         if layout not in _VERSIONS:
             raise unsupported(f"gptq: the layout {layout!r}", f"use a checkpoint in {' or '.join(_VERSIONS)}")
+        if config.get("is_marlin_format"):
+            raise unsupported("gptq: the layout of Marlin (is_marlin_format)", "use a checkpoint in gptq or gptq_v2")
         if str(config.get("pack_dtype") or "int32").removeprefix("torch.") != "int32":
             raise unsupported(f"gptq: pack_dtype {config['pack_dtype']!r}", "use a checkpoint packed in int32")
         self._format = _override(GptqFormat(zeros=True, version=_VERSIONS[layout]), {"bits": 4, "sym": True, **config})
@@ -53,6 +55,10 @@ class GptqScheme(DescribedScheme):
     def describes_head(self, module: str) -> bool:
         return self._head
 
+    def ignores(self, tensor: str) -> bool:
+        # AutoGPTQ wrote a bias, of zeros, for every matrix; models that have one read it.
+        return super().ignores(tensor) or (tensor.endswith(".bias") and "qweight" in self.header.of(tensor[:-5]))
+
     def _is_head(self, module: str) -> bool:
         return module.rpartition(".")[2] == "lm_head"
 
@@ -78,7 +84,8 @@ def auto_round(config: Mapping[str, Any], dtypes: Mapping[str, str] | None = Non
     packing = str(config.get("packing_format") or config.get("backend") or "auto_round")
     if packing not in ("auto_round:auto_gptq", "auto_round:auto_awq"):
         raise unsupported(
-            f"auto-round: packing_format {packing!r}", "export the model in the format auto_gptq, auto_awq or llm_compressor"
+            f"auto-round: packing_format {packing!r}",
+            "export the model in the format auto_gptq, auto_awq or llm_compressor",
         )
     skipped = []
     for name, changes in (config.get("extra_config") or {}).items():

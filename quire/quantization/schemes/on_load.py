@@ -10,7 +10,7 @@ from quire.quantization.formats.on_load import KINDS, OnLoadFormat
 
 UNQUANTIZED = "16bit"
 """In a file: leave these modules as they are."""
-_LEFT_ALONE = re.compile(r"(^|\.)(lm_head|embed_out|gate|shared_expert_gate|router)$|(^|\.)(embed_tokens|wte|embed_in)$")
+_LEFT_ALONE = re.compile(r"(^|\.)(lm_head|embed_out|gate|shared_expert_gate|router|embed_tokens|wte|embed_in)$")
 """Heads, routers and embeddings: small, or what errors hurt most in."""
 
 
@@ -32,7 +32,8 @@ class OnLoadScheme:
                 )
         self._only_layers = isinstance(kinds, str)
         self._exact = table
-        self._patterns = [(_compiled(pattern), kind) for pattern, kind in table.items()]
+        # A plain name is not compiled: a table may have thousands.
+        self._patterns = [(_compiled(key), kind) for key, kind in table.items() if not re.fullmatch(r"[\w.]+", key)]
 
     def format_of(self, module: str) -> OnLoadFormat | None:
         """The format that the module's matrix is rounded to."""

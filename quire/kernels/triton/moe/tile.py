@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from quire.kernels.triton.gates import gate_mul
 from quire.kernels.triton.launch import gdc_launch_dependents, gdc_wait, pdl
 from quire.kernels.triton.moe.common import ExpertsConfig, GemmTile
 from quire.kernels.triton.moe.layout import SPAN, ExpertLayout, arrange
@@ -64,11 +65,23 @@ def _multiply(tile, value, total, SWAP: tl.constexpr):
 
 
 @triton.jit
+def _add_bias(total, bias, line, outputs, N: tl.constexpr, SWAP: tl.constexpr):
+    """total + the biases of these outputs of the part that begins at row `line` of the stack."""
+    if bias is not None:
+        own = tl.load(bias + line + outputs, mask=outputs < N, other=0.0).to(tl.float32)
+        if SWAP:
+            total += own[:, None]
+        else:
+            total += own[None, :]
+    return total
+
+
+@triton.jit
 def _grouped(
-    x, x_view, weight, view, order, spans, y,
+    x, x_view, weight, view, bias, order, spans, y,
     E: tl.constexpr, TOP: tl.constexpr, N: tl.constexpr, K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, STAGES: tl.constexpr, GATED: tl.constexpr, SWAP: tl.constexpr, GROUP: tl.constexpr,
-    SPAN: tl.constexpr, PDL: tl.constexpr,
+    SPAN: tl.constexpr, ACTIVATION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     WIDTH: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     EACH: tl.constexpr = 2 * N if GATED else N
@@ -118,9 +131,11 @@ def _grouped(
         if GATED:
             tile = _weight_tile(weight, view, line + N, column, k, N, K, BLOCK_N, BLOCK_K)
             gated = _multiply(tile, value, gated, SWAP)
-    if GATED:
-        total = total / (1 + tl.exp(-total)) * gated
     outputs = column + tl.arange(0, BLOCK_N)
+    total = _add_bias(total, bias, line, outputs, N, SWAP)
+    if GATED:
+        gated = _add_bias(gated, bias, line + N, outputs, N, SWAP)
+        total = gate_mul(total, gated, ACTIVATION)
     result = total.to(y.dtype.element_ty)
     target = target.to(tl.int64) * N
     if SWAP:
@@ -172,28 +187,39 @@ def tile_experts(
 
 
 def tile_gate_up(
-    x: torch.Tensor, layout: ExpertLayout, weight: torch.Tensor, top_k: int, config: ExpertsConfig
+    x: torch.Tensor,
+    layout: ExpertLayout,
+    weight: torch.Tensor,
+    top_k: int,
+    config: ExpertsConfig,
+    bias: torch.Tensor | None = None,
+    activation: str = "silu",
 ) -> torch.Tensor:
-    """silu(gate) * up of every pair [pairs, width], in the layout's order.
+    """The activation of every pair's gate and up [pairs, width], in the layout's order. `bias`: [experts, 2 * width].
 
     Bytes: the weights of the experts used, once; x once per pair, from L2 after the first read.
     Operations: 4 per weight and pair, on tensor cores.
     """
     out = x.new_empty((layout.order.shape[0], weight.shape[1] // 2))
-    _launch(x, layout, weight, out, top_k, config, config.gate_up, gated=True)
+    _launch(x, layout, weight, bias, out, top_k, config, config.gate_up, True, activation)
     return out
 
 
 def tile_down(
-    features: torch.Tensor, layout: ExpertLayout, weight: torch.Tensor, top_k: int, config: ExpertsConfig
+    features: torch.Tensor,
+    layout: ExpertLayout,
+    weight: torch.Tensor,
+    top_k: int,
+    config: ExpertsConfig,
+    bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The result of every pair [pairs, hidden], in token order.
+    """The result of every pair [pairs, hidden], in token order. `bias`: [experts, hidden].
 
     Bytes: the weights of the experts used, once; the features, and the results written. Operations: 2 per weight and
     pair, on tensor cores.
     """
     out = features.new_empty((features.shape[0], weight.shape[1]))
-    _launch(features, layout, weight, out, top_k, config, config.down, gated=False)
+    _launch(features, layout, weight, bias, out, top_k, config, config.down, False, "silu")
     return out
 
 
@@ -214,11 +240,13 @@ def _launch(
     x: torch.Tensor,
     layout: ExpertLayout,
     weight: torch.Tensor,
+    bias: torch.Tensor | None,
     out: torch.Tensor,
     top_k: int,
     config: ExpertsConfig,
     block: GemmTile,
     gated: bool,
+    activation: str,
 ) -> None:
     x_view = view = None
     if config.tma:
@@ -227,7 +255,7 @@ def _launch(
             x_view = TensorDescriptor.from_tensor(x, [config.block_m, block.k])
     columns = out.shape[1]
     _grouped[(layout.tiles * triton.cdiv(columns, block.n),)](
-        x, x_view, weight, view, layout.order, layout.spans, out,
+        x, x_view, weight, view, bias, layout.order, layout.spans, out, ACTIVATION=activation,
         **_constants(weight.shape[0], top_k, columns, x.shape[1], config.block_m, block, gated),
     )  # fmt: skip
 

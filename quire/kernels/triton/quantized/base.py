@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from quire.kernels.base import CompilableKernel, Ops
+from quire.kernels.triton.quantized.experts import expert_kernels, goes_pair_by_pair, quantized_experts
 
 
 class QuantizedProducts:
@@ -23,6 +24,10 @@ class QuantizedProducts:
 
     def linear(self, x: torch.Tensor, weight: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
         raise NotImplementedError
+
+    def embedding(self, tokens: torch.Tensor, weight: Any) -> torch.Tensor:
+        found: torch.Tensor = weight.embedding(tokens)
+        return found
 
     def linear_add(
         self, stream: torch.Tensor, x: torch.Tensor, weight: Any, bias: torch.Tensor | None = None
@@ -46,13 +51,28 @@ class QuantizedProducts:
         return (self.gated_linear if gated else self.linear)(normed, weight, bias), stream
 
     def experts(
-        self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, gate_up: Any, down: Any
+        self,
+        x: torch.Tensor,
+        weights: torch.Tensor,
+        experts: torch.Tensor,
+        gate_up: Any,
+        down: Any,
+        activation: str = "silu",
+        gate_up_bias: torch.Tensor | None = None,
+        down_bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """`Ops.experts`, where `gate_up` and `down` are stacks of this layout."""
+        """`Ops.experts`, where `gate_up` and `down` are stacks of this layout; biases are [experts, outputs]."""
+        out = quantized_experts(
+            x, weights, experts, gate_up, down, activation, gate_up_bias, down_bias, self.invariant
+        )  # fmt: skip
+        if out is not None:
+            return out
         total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         for index in range(gate_up.shape[0]):
             chosen = experts == index
-            product = self.linear(self.gated_linear(x, gate_up[index]), down[index])
+            biases = (None if bias is None else bias[index] for bias in (gate_up_bias, down_bias))
+            features = self.ops.gate_mul(self.linear(x, gate_up[index], next(biases)), activation)
+            product = self.linear(features, down[index], next(biases))
             weight = torch.where(chosen, weights, 0.0).sum(dim=-1, keepdim=True)
             total += torch.where(chosen.any(dim=-1, keepdim=True), product.float() * weight, 0.0)
         return total.to(x.dtype)
@@ -71,6 +91,17 @@ class QuantizedProducts:
         counts: torch.Tensor | None = None,
         slots: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        if (
+            x is not None
+            and router.shape[0] == gate_up.shape[0]
+            and goes_pair_by_pair(x, gate_up, down, top_k, self.invariant)
+        ):
+            # Four kernels: the norm is fused into the router's GEMM and into the experts' first one.
+            logits, stream = self.ops.norm_linear(x, residual, gain, eps, router)
+            weights, experts = self.ops.route(logits, top_k, renormalise, counts, slots)
+            out = quantized_experts(stream, weights, experts, gate_up, down, norm=(gain, eps))
+            assert out is not None
+            return out, stream
         normed, stream = self.ops.norm_stream(x, residual, gain, eps)
         weights, experts = self.ops.route(self.ops.linear(normed, router), top_k, renormalise, counts, slots)
         return self.experts(normed, weights, experts, gate_up, down), stream
@@ -83,4 +114,4 @@ class QuantizedProducts:
     def expert_kernels_of(
         self, gate_up: Any, down: Any, top_k: int, renormalise: bool, routed: int, max_tokens: int
     ) -> dict[object, Callable[[], object]]:
-        return {}
+        return expert_kernels(gate_up, down, top_k, renormalise, routed, max_tokens, self.invariant)

@@ -1,0 +1,289 @@
+"""Each token through the experts that the router chose for it, with weights in few bits.
+
+`quantized_experts` serves any number of tokens: up to `MAX_VECTOR_TOKENS` pair by pair (`expert_vectors.py`), more are
+sorted by expert into tiles (`expert_tiles.py`). None of the kernels synchronizes with the host.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+
+from quire.kernels.triton.launch import INTERPRETED
+from quire.kernels.triton.moe.common import ChosenExperts, ExpertsConfig, ExpertsShape, GemmTile
+from quire.kernels.triton.moe.layout import LARGE, SMALL, arrange
+from quire.kernels.triton.moe.route import MAX_EXPERTS, route
+from quire.kernels.triton.moe.tile import combine
+from quire.kernels.triton.moe.tuning import BUCKETS, choose_experts
+from quire.kernels.triton.quantized.expert_scratch import scratch_experts
+from quire.kernels.triton.quantized.expert_stacks import Stack, stack_of
+from quire.kernels.triton.quantized.expert_tiles import BLOCK as GROUP
+from quire.kernels.triton.quantized.expert_tiles import tile_down, tile_gate_up
+from quire.kernels.triton.quantized.expert_vectors import vector_experts
+from quire.kernels.triton.tuning_table import bucket_of
+from quire.kernels.weights.base import QuantizedWeight, Weight
+
+Task = Callable[[], object]
+"""Launches kernels."""
+
+MAX_VECTOR_TOKENS = 8
+"""With more, tokens share experts often enough for tiles to pay."""
+SCRATCH_TOKENS = 80
+"""Tokens an expert from which on stacks are dequantized whole: measured with 4-bit weights on an H200."""
+MAX_VECTOR_BYTES = 4096
+"""Of a weight row: a program holds whole rows in registers."""
+
+
+def tile_experts(
+    x: torch.Tensor,
+    routing: ChosenExperts,
+    gate_up: Stack,
+    down: Stack,
+    config: ExpertsConfig,
+    gate_up_bias: torch.Tensor | None = None,
+    down_bias: torch.Tensor | None = None,
+    activation: str = "silu",
+) -> torch.Tensor:
+    """`Ops.experts` for any number of tokens."""
+    layout = arrange(routing.experts, gate_up.experts, config.block_m)
+    # A program that owns a whole group of features writes them as codes.
+    encoded = gate_up.kind == down.kind == "block" and config.gate_up.n == GROUP
+    features, scales = tile_gate_up(x, layout, gate_up, gate_up_bias, routing.top_k, config, activation, encoded)
+    results = tile_down(features, scales, layout, down, down_bias, routing.top_k, config)
+    return combine(results, routing.weights, routing.experts, gate_up.experts)
+
+
+def expert_outputs(
+    x: torch.Tensor,
+    routing: ChosenExperts,
+    gate_up: Stack,
+    down: Stack,
+    config: ExpertsConfig,
+    gate_up_bias: torch.Tensor | None = None,
+    down_bias: torch.Tensor | None = None,
+    activation: str = "silu",
+) -> torch.Tensor:
+    """`Ops.experts` by the kernel of `config`."""
+    kernel = {"vector": vector_experts, "tile": tile_experts, "scratch": scratch_experts}[config.kernel]
+    return kernel(x, routing, gate_up, down, config, gate_up_bias, down_bias, activation)
+
+
+class Candidates(NamedTuple):
+    """Configurations that differ only in the tile shapes of their two GEMMs, the best guesses first."""
+
+    base: ExpertsConfig
+    gate_ups: list[GemmTile]
+    downs: list[GemmTile]
+
+
+_VECTORS = {
+    8: (
+        [GemmTile(n, warps=warps) for n, warps in ((4, 4), (8, 4), (8, 8), (4, 2), (2, 4))],
+        [GemmTile(n, warps=warps) for n, warps in ((16, 8), (8, 8), (8, 4), (4, 8))],
+    ),
+    4: (
+        [GemmTile(n, warps=warps) for n, warps in ((4, 2), (4, 4), (2, 2), (8, 4))],
+        [GemmTile(n, warps=warps) for n, warps in ((2, 4), (4, 8), (4, 4), (16, 8))],
+    ),
+}
+"""(gate and up, down), by bits."""
+_SCALED = {
+    16: ([(128, 128, 4, 3), (128, 128, 4, 2)], [(128, 128, 4, 3), (128, 128, 4, 4)]),
+    32: ([(128, 128, 4, 3), (128, 128, 4, 2)], [(128, 128, 4, 3), (128, 128, 4, 4)]),
+    64: ([(128, 128, 8, 4), (64, 128, 4, 3), (64, 128, 4, 4)], [(128, 128, 4, 3), (64, 128, 4, 4)]),
+    128: ([(128, 128, 8, 3), (64, 128, 8, 3), (64, 128, 4, 3)], [(256, 128, 8, 3), (128, 128, 8, 3)]),
+}
+"""(block_n, block_k, warps, stages) of (gate and up, down) by block_m, for 8-bit codes."""
+_DEQUANTIZED = {
+    16: (
+        [(64, 256, 4, 3), (64, 128, 4, 4), (64, 128, 4, 8), (128, 128, 8, 4)],
+        [(64, 128, 4, 4), (64, 128, 4, 8), (128, 256, 4, 3), (128, 128, 8, 6)],
+    ),
+    32: ([(64, 256, 4, 3), (64, 128, 4, 4), (128, 128, 8, 4)], [(128, 256, 4, 3), (64, 128, 4, 4), (128, 128, 8, 4)]),
+    64: ([(128, 128, 8, 3), (128, 320, 8, 3), (64, 128, 4, 3)], [(128, 320, 8, 3), (128, 128, 8, 3), (64, 128, 4, 3)]),
+    128: ([(128, 128, 8, 3), (64, 128, 8, 3)], [(128, 128, 8, 3), (256, 128, 8, 3)]),
+}
+"""The same for weights that are dequantized; block_k are inputs of an iteration."""
+
+
+def candidates(gate_up: Stack, down: Stack, top_k: int, tokens: int) -> list[Candidates]:
+    """What to try for at most `tokens` tokens, the best guess first."""
+    found = []
+    vectors = _VECTORS[gate_up.bits][0], _VECTORS[down.bits][1]
+    if tokens <= MAX_VECTOR_TOKENS and _fits_vectors(gate_up) and _fits_vectors(down):
+        found.append(Candidates(ExpertsConfig("vector", vectors[0][0], vectors[1][0]), *vectors))
+    table = _SCALED if gate_up.quantizes else _DEQUANTIZED
+    for block_m in _tile_heights(tokens * top_k / gate_up.experts):
+        if block_m not in table:
+            continue
+        gate_ups, downs = ([GemmTile(*block) for block in blocks] for blocks in table[block_m])
+        tma = gate_up.quantizes and down.quantizes and gate_up.inputs % 16 == down.inputs % 16 == 0
+        found.append(Candidates(ExpertsConfig("tile", gate_ups[0], downs[0], block_m, tma), gate_ups, downs))
+    if found[0].base.kernel == "vector" and tokens > MAX_VECTOR_TOKENS // 2:
+        found.append(found.pop(0))
+    if not (gate_up.quantizes or down.quantizes) and 4 * tokens * top_k > SCRATCH_TOKENS * gate_up.experts:
+        shape = ExpertsShape(gate_up.experts, top_k, down.inputs, gate_up.inputs)
+        config = replace(choose_experts(shape, tokens, gate_up.dtype), kernel="scratch")
+        first = tokens * top_k > SCRATCH_TOKENS * gate_up.experts
+        found.insert(0 if first else len(found), Candidates(config, [config.gate_up], [config.down]))
+    return found
+
+
+def _tile_heights(tokens_an_expert: float) -> list[int]:
+    """block_m, the best guess first: most experts should need a single tile, or fill several."""
+    if tokens_an_expert <= 8:
+        return [16, 32]
+    if tokens_an_expert <= 32:
+        return [32, 16]
+    return [64, 32] if tokens_an_expert <= 64 else [64, 128]
+
+
+def _fits_vectors(stack: Stack) -> bool:
+    """Whether the vector kernels can read the stack: rows in pieces of 16 bytes, and not too long."""
+    size = stack.inputs * stack.bits // 8
+    return size % 16 == 0 and size <= MAX_VECTOR_BYTES
+
+
+INVARIANT = {
+    True: ExpertsConfig("tile", GemmTile(128, 128, 8, 4), GemmTile(128, 128, 4, 4), 64),
+    False: ExpertsConfig("tile", GemmTile(128, 128, 8, 3), GemmTile(128, 128, 8, 3), 64),
+}
+"""Batch-invariant: one shape for any number of tokens, so that sums always have the same order. By whether activations
+are quantized."""
+
+
+def config_of(gate_up: Stack, down: Stack, top_k: int, tokens: int, batch_invariant: bool) -> ExpertsConfig:
+    """The kernel and tile shapes for so many tokens."""
+    if batch_invariant:
+        return INVARIANT[gate_up.quantizes]
+    return candidates(gate_up, down, top_k, bucket_of(tokens, BUCKETS) or BUCKETS[-1])[0].base
+
+
+def launches(
+    gate_up: Stack,
+    down: Stack,
+    top_k: int,
+    renormalise: bool,
+    routed: int,
+    configs: Iterable[ExpertsConfig],
+    biased: bool = False,
+    activation: str = "silu",
+) -> dict[object, Task]:
+    """Tasks that launch the kernels of these configurations, each once, for one token of zeros. `routed`: number of
+    experts the router chooses among, on all ranks; `biased`: both products have a bias."""
+    count, hidden = gate_up.experts, gate_up.inputs
+
+    def zeros(*size: int, dtype: torch.dtype = gate_up.dtype) -> torch.Tensor:
+        return torch.zeros(size, dtype=dtype, device=gate_up.codes.device)
+
+    def routing(tokens: int = 1) -> ChosenExperts:
+        return ChosenExperts(
+            top_k, zeros(tokens, top_k, dtype=torch.float32), zeros(tokens, top_k, dtype=torch.int32)
+        )  # fmt: skip
+
+    def biases() -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        return (zeros(count, gate_up.outputs), zeros(count, hidden)) if biased else (None, None)
+
+    def vector(config: ExpertsConfig, fused_norm: bool) -> None:
+        norm = (zeros(hidden), 1e-6) if fused_norm else None
+        vector_experts(zeros(1, hidden), routing(), gate_up, down, config, *biases(), activation, norm)
+
+    def tile(config: ExpertsConfig) -> None:
+        expert_outputs(zeros(1, hidden), routing(), gate_up, down, config, *biases(), activation)
+
+    tasks: dict[object, Task] = {
+        "route": lambda: route(
+            zeros(1, routed), top_k, renormalise, zeros(routed, dtype=torch.int64), zeros(1, dtype=torch.int64)
+        )
+    }
+    for config in configs:
+        if config.kernel == "vector":
+            for fused_norm in (True, False):
+                tasks[config, fused_norm] = functools.partial(vector, config, fused_norm)
+        else:
+            tasks[config] = functools.partial(tile, config)
+    for pairs in (1, SMALL + 1, LARGE + 1):  # one small program, one large one, several
+        tokens = -(-pairs // top_k)
+        tasks["arrange", pairs] = functools.partial(lambda tokens: arrange(routing(tokens).experts, count, 16), tokens)
+    return tasks
+
+
+USE_KERNELS = not INTERPRETED
+"""Off in the interpreter, which takes seconds for each; tests enable it."""
+
+
+def stacks_of(x: torch.Tensor, gate_up: object, down: object) -> tuple[Stack, Stack] | None:
+    """Both stacks, if the kernels can read them and multiply them with x."""
+    if not USE_KERNELS or x.dim() != 2 or not x.is_contiguous() or not x.numel():
+        return None
+    if not (isinstance(gate_up, QuantizedWeight) and isinstance(down, QuantizedWeight)):
+        return None
+    stacks = stack_of(gate_up), stack_of(down)
+    if stacks[0] is None or stacks[1] is None or stacks[0].experts > MAX_EXPERTS or x.dtype is not stacks[0].dtype:
+        return None
+    return stacks[0], stacks[1]
+
+
+def quantized_experts(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    experts: torch.Tensor,
+    gate_up: Weight,
+    down: Weight,
+    activation: str = "silu",
+    gate_up_bias: torch.Tensor | None = None,
+    down_bias: torch.Tensor | None = None,
+    batch_invariant: bool = False,
+    norm: tuple[torch.Tensor, float] | None = None,
+) -> torch.Tensor | None:
+    """`Ops.experts` with stacks in few bits, for any number of tokens; None: the kernels cannot do it.
+
+    gate_up_bias [experts, 2 * width], down_bias [experts, hidden]. `norm`: x is normed with (gain, eps) first; only for
+    as few tokens as go pair by pair.
+    """
+    stacks = stacks_of(x, gate_up, down)
+    if stacks is None:
+        return None
+    top_k = experts.shape[1]
+    config = config_of(*stacks, top_k, x.shape[0], batch_invariant)
+    routing = ChosenExperts(top_k, weights.contiguous(), experts.contiguous())
+    if norm is None:
+        return expert_outputs(x, routing, *stacks, config, gate_up_bias, down_bias, activation)
+    if config.kernel != "vector":
+        return None
+    return vector_experts(x, routing, *stacks, config, gate_up_bias, down_bias, activation, norm)
+
+
+def goes_pair_by_pair(
+    x: torch.Tensor, gate_up: Weight, down: Weight, top_k: int, batch_invariant: bool
+) -> bool:  # fmt: skip
+    """Whether `quantized_experts` can norm x itself."""
+    if len(x) > MAX_VECTOR_TOKENS:
+        return False
+    stacks = stacks_of(x, gate_up, down)
+    return stacks is not None and config_of(*stacks, top_k, len(x), batch_invariant).kernel == "vector"
+
+
+def expert_kernels(
+    gate_up: Weight,
+    down: Weight,
+    top_k: int,
+    renormalise: bool,
+    routed: int,
+    max_tokens: int,
+    batch_invariant: bool,
+    activation: str = "silu",
+    biased: bool = False,
+) -> dict[object, Task]:
+    """Tasks that launch every kernel that up to `max_tokens` tokens need; `Ops.expert_kernels_of`."""
+    x = torch.empty(1, gate_up.shape[2], dtype=gate_up.dtype, device="meta")
+    stacks = stacks_of(x, gate_up, down)
+    if stacks is None:
+        return {}
+    buckets = [tokens for tokens in BUCKETS if tokens < 2 * max_tokens]
+    configs = [config_of(*stacks, top_k, tokens, batch_invariant) for tokens in buckets]
+    return launches(*stacks, top_k, renormalise, routed, dict.fromkeys(configs), biased, activation)

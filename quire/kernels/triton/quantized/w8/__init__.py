@@ -1,0 +1,1 @@
+"""Products with weights in 8-bit codes: quantized activations, GEMMs of few and of many rows."""
