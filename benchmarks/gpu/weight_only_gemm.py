@@ -4,7 +4,7 @@
     python -m benchmarks.gpu.weight_only_gemm --quick    # fewer row counts
     python -m benchmarks.gpu.weight_only_gemm --format mxfp4
 
-A GEMM is timed as a step runs it: with the norm before it and the gate after it, in a CUDA graph, its weights not in L2.
+A GEMM is timed as a step runs it: with the norm before it and the gate after it, in a CUDA graph, weights not in L2.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Weight-only GEMM `few`: 1 to 16 rows, weights straight from memory into the registers of tensor-core operands.
 
 A program owns tiles of 16 or 32 outputs (with a gate: half of them gate features, half up), one after the other. Its
-warps split K; each reads words of its spans, makes numbers of them in registers and multiplies them on tensor cores, weights on the side of 16, rows of
-x on the side of 8. Up to DEPTH loads of a thread are in flight, the first of them before `gdc_wait`, so they overlap
-the end of the preceding kernel. One exchange at the end sums the slices.
+warps split K; each reads words of its spans, makes numbers of them in registers and multiplies them on tensor cores,
+weights on the side of 16, rows of x on the side of 8. Up to DEPTH spans of a warp are in flight, the first of them
+before `gdc_wait`, so they overlap the end of the preceding kernel. One exchange at the end of a tile sums over warps.
 
 Bytes: codes, scales and zeros once; the input once per program, from cache. Operations: 2 per weight and row of 8, on
 tensor cores; about 2 instructions per weight to make numbers of codes, and one per 20 weights to load x.
@@ -105,7 +105,10 @@ def _lines(first, local, N, OUTPUTS: tl.constexpr, SILU: tl.constexpr):
 
 @triton.jit
 def _input(x, residual, gain, at, start, step, K: tl.constexpr, EVEN: tl.constexpr):
-    """Inputs `step` after those `at`, which are number `start` of their row; normed (in the interpreter) without 1 / rms."""
+    """Inputs `step` after those `at`, which are number `start` of their row.
+
+    With a gain (in the interpreter only, which has no shared memory) they are normed, but for 1 / rms.
+    """
     if EVEN:
         mask = start + at * 0 + step >= 0
     else:

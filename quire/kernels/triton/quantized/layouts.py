@@ -58,7 +58,7 @@ if INTERPRETED:
         memory, chunk, FIELD: tl.constexpr, WORDS: tl.constexpr, SLICES: tl.constexpr, ROWS: tl.constexpr,
         LAYOUT: tl.constexpr,
     ):  # fmt: skip
-        """One field of a chunk's spans, a span for each of SLICES warps, as [SLICES, WORDS, ROWS]: all rows the same."""
+        """One field of a chunk's spans, one for each of SLICES warps, as [SLICES, WORDS, ROWS]: all rows the same."""
         return
 
     @triton.jit
@@ -169,8 +169,9 @@ else:
 
     @gluon.jit
     def open_stages(view, words_view, STAGES: gl.constexpr, FIELDS: gl.constexpr):
-        tiles = gl.allocate_shared_memory(view.dtype, [STAGES * FIELDS] + view.block_shape, view.layout)
-        words = gl.allocate_shared_memory(words_view.dtype, [STAGES] + words_view.block_shape, words_view.layout)
+        tiles = gl.allocate_shared_memory(view.dtype, [STAGES * FIELDS] + view.block_shape, view.layout)  # noqa: RUF005
+        shape: gl.constexpr = [STAGES] + words_view.block_shape  # noqa: RUF005
+        words = gl.allocate_shared_memory(words_view.dtype, shape, words_view.layout)
         barriers = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
         for stage in gl.static_range(STAGES):
             mbarrier.init(barriers.index(stage), count=1)

@@ -8,7 +8,7 @@ Bytes: codes, scales and zeros once per block_m rows, the input once per program
 and row on tensor cores; about 2 instructions per weight and block_m rows.
 """
 
-# ruff: noqa: N803, N806
+# ruff: noqa: N803, N806, RUF005, SIM102  # Triton's names; its tuples grow by `+` alone; constexpr conditions
 # mypy: disable-error-code="assignment"
 
 from __future__ import annotations
@@ -117,11 +117,11 @@ def _decode(
 
 
 @triton.jit
-def _sum_parts(parts, mine, at, tile, first, last, steps, work, programs, SIZE: tl.constexpr):
-    """The sum of the parts of a tile that programs first to last wrote, in their order; `mine` has the total's shape."""
-    total = mine * 0.0
-    for program in tl.range(first, last + 1, num_stages=1):
-        # From L2: L1 is not coherent with what other multiprocessors wrote.
+def _sum_parts(parts, at, tile, first, last, steps, work, programs, SIZE: tl.constexpr):
+    """The sum of the parts of a tile that programs first to last wrote, in their order."""
+    # From L2: L1 is not coherent with what other multiprocessors wrote.
+    total = tl.load(parts + _slot(first, tile, steps, work, programs) * SIZE + at, cache_modifier=".cg")
+    for program in tl.range(first + 1, last + 1, num_stages=1):
         total += tl.load(parts + _slot(program, tile, steps, work, programs) * SIZE + at, cache_modifier=".cg")
     return total
 
@@ -250,7 +250,7 @@ def _tile(
                 synchronize()
                 whole = tl.atomic_add(arrivals + tile, 1, sem="acq_rel") == last - first
                 if whole:
-                    total = _sum_parts(parts, total, place, tile, first, last, steps, work, programs, SIZE)
+                    total = _sum_parts(parts, place, tile, first, last, steps, work, programs, SIZE)
                     tl.store(arrivals + tile, 0)
         if whole:
             total *= unit(FORMAT, DTYPE)

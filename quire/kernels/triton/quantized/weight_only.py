@@ -33,7 +33,7 @@ from quire.kernels.weights.grouped import GroupedWeight
 
 USE_KERNELS = not INTERPRETED
 """Whether products run our kernels. Off in the interpreter, which takes seconds for each; tests enable it."""
-BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
+BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 """Rows that kernels are chosen for. More rows dequantize the matrix and leave the product to cuBLAS."""
 TILES = {
     16: (128, 16, 8, 8),
@@ -43,6 +43,7 @@ TILES = {
     256: (128, 256, 8, 3),
 }
 """(outputs, rows, warps, stages) of `tile`, by rows."""
+MANY_OUTPUTS = 16384
 INVARIANT = WeightOnlyConfig("tile", block_n=128, block_m=64, warps=8, depth=4)
 """Batch-invariant: one tile shape, whole sums, for any number of rows."""
 
@@ -75,7 +76,10 @@ def choose(outputs: int, spans: int, rows: int) -> WeightOnlyConfig:
         return WeightOnlyConfig("dequantize")
     if bucket <= few_rows.MAX_ROWS and spans <= 8 * few_rows.MAX_CHUNKS:
         warps = 8 if spans > 32 else 4
-        return WeightOnlyConfig("few", 16, 8 if bucket <= 8 else 16, warps, 4)
+        block_n = 32 if bucket > 8 or (bucket == 8 and outputs >= MANY_OUTPUTS) else 16
+        # In many tiles a norm is computed for two of them at once.
+        tiles = 2 if bucket == 1 and outputs >= MANY_OUTPUTS else 1
+        return WeightOnlyConfig("few", block_n, 8 if bucket <= 8 else 16, warps, 6 if tiles > 1 else 4, tiles=tiles)
     block_n, block_m, warps, stages = TILES[min(max(bucket, 16), 256)]
     config = WeightOnlyConfig("tile", block_n, block_m, warps, stages)
     tiles = triton.cdiv(outputs, block_n) * triton.cdiv(bucket, block_m)
@@ -207,13 +211,7 @@ class WeightOnlyProducts(QuantizedProducts):
         words = self._words(weight.scale.new_empty(1, weight.shape[1], dtype=weight.dtype, device="meta"), weight)
         if words is None:
             return []
-        meta = words._replace(
-            **{
-                name: None if tensor is None else torch.empty_like(tensor, device="meta")
-                for name, tensor in words._asdict().items()
-                if tensor is None or isinstance(tensor, torch.Tensor)
-            }
-        )
+        meta = words.to_meta()
         kernels: dict[Hashable, WeightOnlyKernel] = {}
         for rows in [rows for rows in (*BUCKETS, 2 * BUCKETS[-1]) if rows < 2 * max_rows]:
             config = self._config(words, rows)

@@ -11,7 +11,9 @@ is 1024 + code, and subtracting 1024 + zero is exact.
 The interpreter knows no assembly; there the same numbers are computed in float32.
 """
 
-# ruff: noqa: N803, N806
+# ruff: noqa: N803, N806, SIM109, SIM300  # Triton's names; constexprs are upper-case
+
+# mypy: disable-error-code="assignment"
 
 from __future__ import annotations
 
@@ -66,7 +68,7 @@ _ZERO_HIGH = tl.constexpr(_ZERO.value.replace("M;", "0x7c807c80;"))
 _MINIMUM = tl.constexpr("{ .reg .b32 a, m; mov.b32 m, M; mul.rn.bf16x2 a, $1, m; fma.rn.bf16x2 $0, a, $2, $3; }")
 _MINIMUM_LOW = tl.constexpr(_MINIMUM.value.replace("M;", "0x7e807e80;"))
 _MINIMUM_HIGH = tl.constexpr(_MINIMUM.value.replace("M;", "0x7c807c80;"))
-# Sign to bit 15; exponent and mantissa to bits 8 to 6, which is 2^126 times too small: bfloat16 products know subnormals.
+# Sign to bit 15; exponent and mantissa to bits 8 to 6, which is 2^126 times too small: products know subnormals.
 _SPLIT_FP4 = tl.constexpr(
     """{ .reg .b32 a, b, c;
     mov.b32 c, 0x7e807e80;
@@ -127,9 +129,7 @@ def split(words, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
                 _SPLIT_INT8_BF16, "=&r,=&r,r", [words], (tl.bfloat16, tl.bfloat16), True, 2
             )
         else:
-            fields = tl.inline_asm_elementwise(
-                _SPLIT_INT8_F16, "=&r,=&r,r", [words], (tl.float16, tl.float16), True, 2
-            )
+            fields = tl.inline_asm_elementwise(_SPLIT_INT8_F16, "=&r,=&r,r", [words], (tl.float16, tl.float16), True, 2)
     elif FORMAT != INT4:
         fields = tl.inline_asm_elementwise(
             _SPLIT_FP4, "=&r,=&r,=&r,=&r,r", [words],
@@ -231,10 +231,8 @@ def value(
     elif FORMAT == MXFP4:
         out = tl.inline_asm_elementwise("mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", [field, scale], tl.bfloat16, True, 2)
     elif DTYPE == tl.bfloat16:
-        if MINIMUM:
-            ASM: tl.constexpr = _MINIMUM_HIGH if HIGH else _MINIMUM_LOW
-        else:
-            ASM: tl.constexpr = _ZERO_HIGH if HIGH else _ZERO_LOW
+        LOW: tl.constexpr = _MINIMUM_LOW if MINIMUM else _ZERO_LOW
+        ASM: tl.constexpr = (_MINIMUM_HIGH if MINIMUM else _ZERO_HIGH) if HIGH else LOW
         out = tl.inline_asm_elementwise(ASM, "=r,r,r,r", [field, scale, offset], tl.bfloat16, True, 2)
     elif MINIMUM:
         out = tl.inline_asm_elementwise(
