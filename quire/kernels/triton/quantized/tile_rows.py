@@ -273,6 +273,9 @@ def tile_launch(gemm: WeightOnlyGemm, config: WeightOnlyConfig) -> WeightOnlyLau
     """The launch of a GEMM of any number of rows, without a norm."""
     if gemm.gain is not None:
         raise ValueError(f"{config}: no norm is fused into this kernel")
+    if config.depth < 3:
+        # A stage is filled in the step before it is waited for.
+        raise ValueError(f"{config}: fewer than 3 stages")
     out = gemm.new_output()
     weight, rows, outputs = gemm.weight, gemm.rows, out.shape[1]
     tiles = triton.cdiv(rows, config.block_m) * triton.cdiv(outputs, config.block_n // (2 if gemm.silu else 1))
