@@ -35,7 +35,7 @@ USE_OWN_GEMMS = not INTERPRETED
 FUSED_ADD_MIN_ROWS = 1024
 """From this many rows on cuBLAS adds a GEMM's result to the residual stream in its epilogue: one pass over the stream
 less than adding in the norm. With fewer rows the norm, and with it the addition, is fused into the next GEMM."""
-COPY_MIN_ROWS = 33
+COPY_MIN_ROWS = 65
 """From this many rows on a weight in few bits is multiplied by its 16-bit copy, if it has one."""
 INVARIANT = GemmConfig("tile", block_n=128, block_m=64, block_k=64, warps=4, stages=4)
 """Batch-invariant: cuBLAS and our tables choose by the number of rows, and tile shapes differ in the order of sums."""
