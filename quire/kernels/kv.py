@@ -171,7 +171,9 @@ def format_of(kv: LayerKV) -> KVFormat:
 
 def token_scales(values: torch.Tensor, format: KVFormat) -> torch.Tensor:
     """Scales of values [..., head_dim], [...] float32: the largest magnitude becomes the largest code."""
-    return (_finite(values).abs().amax(-1) / format.largest_code).clamp(min=LEAST_SCALE)
+    largest = _finite(values).abs().amax(-1)
+    # By a tensor: on a GPU torch multiplies by the reciprocal of a number, which rounds twice.
+    return (largest / torch.full_like(largest, format.largest_code)).clamp(min=LEAST_SCALE)
 
 
 def encode(values: torch.Tensor, scales: torch.Tensor, format: KVFormat) -> torch.Tensor:

@@ -70,6 +70,10 @@ def prefill_tile(head_dim: int, itemsize: int, is_long: bool = True) -> PrefillT
     return PrefillTile(128, 128, 8, 2) if is_long else PrefillTile(64, 64, 4, 2)
 
 
+UNSEEN = tl.constexpr(-(2.0**100))
+"""Score of a key that a query does not see."""
+
+
 @triton.jit(do_not_specialize=["first_row", "num_rows", "bound"])
 def _plan(query_starts, context_lens, rows, tiles, first_row, num_rows, bound,
           TOKENS: tl.constexpr, AT_ONCE: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
@@ -163,8 +167,9 @@ def _mask(scores, start, n, position, first, last, WINDOW: tl.constexpr, BLOCK_N
         if WINDOW > 0:
             seen = seen & (key[None, :] > position[:, None] - WINDOW)
         # Not -inf: a row that sees no key of its first tile must not become NaN. What it accumulates there is scaled
-        # to 0 at the first visible key.
-        scores = tl.where(seen, scores, -1e30)
+        # to 0 at the first visible key. A power of two: its product with the scale is exact, so that the difference
+        # from the best such score, computed with a fused multiply-add, is 0 and not a rounding error of 1e22.
+        scores = tl.where(seen, scores, UNSEEN)
     return scores
 
 
@@ -235,7 +240,7 @@ def _prefill(
         qs, q_factors = as_keys(qs)
         scale = scale * q_factors
         score_scale = scale[:, None]
-    best = tl.full([BLOCK_M], -1e30, tl.float32)
+    best = tl.full([BLOCK_M], UNSEEN, tl.float32)
     weight = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, DIM_P2], tl.float32)
     if SKEWED:

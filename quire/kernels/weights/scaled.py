@@ -22,7 +22,9 @@ def quantize_rows(x: torch.Tensor, code: torch.dtype, group: int | None = None) 
     """
     wide = x.float()
     grouped = wide.unsqueeze(-2) if group is None else _grouped(wide, group)
-    scale = (grouped.abs().amax(-1, keepdim=True) / LARGEST[code]).clamp_min(SMALLEST_SCALE)
+    largest = grouped.abs().amax(-1, keepdim=True)
+    # By a tensor: on a GPU torch multiplies by the reciprocal of a number, which rounds twice.
+    scale = (largest / torch.full_like(largest, LARGEST[code])).clamp_min(SMALLEST_SCALE)
     codes = encode(grouped / scale, code).flatten(-2)[..., : x.shape[-1]]
     return codes, scale.squeeze(-1)
 
