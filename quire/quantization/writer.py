@@ -101,7 +101,7 @@ class WriteScheme:
         damping: float = DAMPING,
         by_importance: bool = True,
     ) -> dict[str, torch.Tensor]:
-        """The tensors of a matrix, codes chosen by GPTQ. Scales are those of `round`, or searched (integers in groups)."""
+        """The tensors of a matrix, codes chosen by GPTQ. Scales of integers in groups are searched."""
         if self.is_grouped:
             assert self.group is not None
             rounded = gptq_groups(
