@@ -49,6 +49,12 @@ def _check_integer(config: EngineConfig, name: str, least: int) -> None:
 
 
 def _check_shares(config: EngineConfig) -> None:
+    if not 0 <= config.weight_copy_share <= 1:
+        raise ConfigError(
+            f"weight_copy_share must be between 0 and 1, got {config.weight_copy_share}",
+            "weight_copy_share",
+            config.weight_copy_share,
+        )
     for name in ("gpu_memory_utilization", "cpu_kv_cache_share"):
         value = getattr(config, name)
         if not isinstance(value, (int, float)) or not math.isfinite(value) or not 0 < value <= 1:

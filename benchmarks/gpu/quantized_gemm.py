@@ -156,51 +156,59 @@ def configs(shape: Shape, form: Format, rows: int) -> Iterator[GemmConfig]:
     """The variants to try."""
     silu = shape.silu
     depths = (128,) if form.block else (128, 256)
-    if rows == 1:
-        deep = shape.k > 8192
-        for block_n in (1, 2, 4) if silu or deep else (2, 4, 8):
+    deep = shape.k > 8192
+    if rows <= 4:
+        for block_n in (2, 4) if deep else (4, 8):
             for warps in (8, 16) if deep else (4, 8):
                 yield GemmConfig("vector", block_n, warps=warps, early=True)
-        yield GemmConfig("vector", 2 if deep or silu else 4, warps=8)
-        yield GemmConfig("vector", 2 if deep or silu else 4, warps=8, programs=2)
+            yield GemmConfig("vector", block_n, warps=8, programs=2)
+            yield GemmConfig("vector", block_n, warps=4, programs=4)
+        yield GemmConfig("vector", 2, warps=8, programs=2)
+        yield GemmConfig("vector", 4, warps=8, programs=1)
+        yield GemmConfig("vector", 4, warps=8, programs=3)
+        if not deep:
+            yield GemmConfig("vector", 16, warps=4, early=True)
     if rows <= 16:
-        for block_k in depths[-1:] if rows == 1 else depths:
+        for block_k in depths[-1:]:
             stages = (4 if silu else 6) * 128 // block_k + 1
-            yield GemmConfig("tile", 64, 16, block_k, 4, stages, tma=True, programs=2)
             if silu:
                 yield GemmConfig("tile", 64, 16, block_k, 4, stages, tma=True)
+                yield GemmConfig("tile", 64, 16, block_k, 4, 2 * stages, tma=True)
+                yield GemmConfig("tile", 64, 16, block_k, 4, stages, tma=True, split=2)
+                yield GemmConfig("tile", 128, 16, block_k, 8, stages + 1, tma=True)
+                yield GemmConfig("tile", 128, 16, block_k, 4, stages, tma=True)
             else:
-                yield GemmConfig("tile", 64, 16, block_k, 4, stages, tma=True, split=max(1, 264 * 64 // shape.n))
-                yield GemmConfig("tile", 64, 16, block_k, 4, stages, tma=True, programs=3)
-                yield GemmConfig("tile", 128, 16, block_k, 4, max(3, stages - 2), tma=True, programs=2)
+                for split in sorted({max(1, count * 64 // shape.n) for count in (132, 264, 396)}):
+                    yield GemmConfig("tile", 64, 16, block_k, 4, stages, tma=True, split=split)
+                    yield GemmConfig("tile", 64, 16, block_k, 4, stages + 2, tma=True, split=split)
+                yield GemmConfig("tile", 128, 16, block_k, 8, stages, tma=True, split=max(1, 264 * 128 // shape.n))
+                yield GemmConfig("tile", 128, 16, block_k, 4, 3, tma=True, split=max(1, 264 * 128 // shape.n))
     elif rows <= 64:
         for block_k in depths:
-            yield GemmConfig("tile", 64, 64, block_k, 4, 512 // block_k + 1, tma=True, programs=2)
-            if not silu:
-                yield GemmConfig("tile", 128, 64, block_k, 4, 512 // block_k, tma=True, programs=2)
-                yield GemmConfig("tile", 128, 64, block_k, 8, 768 // block_k, tma=True, programs=1)
-            else:
-                yield GemmConfig("tile", 64, 64, block_k, 8, 768 // block_k, tma=True, programs=1)
+            for split in {1} if silu else {max(1, count * 64 // shape.n) for count in (132, 264)}:
+                yield GemmConfig("tile", 64, 64, block_k, 4, 512 // block_k, tma=True, split=split)
+            yield GemmConfig("tile", 128, 64, block_k, 8, 512 // block_k, tma=True, split=max(1, 132 * 128 // shape.n))
+            yield GemmConfig("tile", 64, 64, block_k, 8, 768 // block_k, tma=True, programs=1)
     elif rows <= 256:
-        for block_m, block_n, warps in ((128, 64, 4), (128, 128, 8), (256, 64, 8), (256, 128, 8)):
-            if (silu and block_m * block_n > 128 * 128) or (
-                form.block and block_m * block_n * (2 if silu else 1) > 128 * 128
-            ):
+        for block_m, block_n, warps in ((128, 64, 4), (128, 128, 8), (256, 64, 8)):
+            both = block_n * (2 if silu else 1)
+            if block_m * both > 256 * 128 or (form.block and block_m * both > 128 * 128):
                 continue
-            step = 128 * (block_m + block_n * (2 if silu else 1))
-            yield GemmConfig("tile", block_n, block_m, 128, warps, min(6, 200_000 // step), tma=True, programs=1)
+            stages = min(6, 200_000 // (128 * (block_m + both)))
+            yield GemmConfig("tile", block_n, block_m, 128, warps, stages, tma=True, programs=1)
+            tiles = -(-rows // block_m) * -(-shape.outputs // block_n)
+            yield GemmConfig("tile", block_n, block_m, 128, warps, stages, tma=True, split=max(1, 132 // tiles))
     if rows >= 256 and not form.block:
         yield GemmConfig("specialized", 256, 128, 128, 4, 4)
+        yield GemmConfig("specialized", 256, 192, 128, 4, 3)
     if rows >= 256:
         half = 2 if silu else 1
         shapes = [(128, 128, 8, 4), (64, 128, 4, 4)]
         if not form.block:
-            shapes += [(128, 128, 4, 3), (128, 256, 8, 3), (256, 128, 8, 3)]
+            shapes += [(128, 256, 8, 3), (64, 256, 4, 3)]
             shapes += [] if adds(shape, rows) else [(128, 256, 8, 4)]
         for block_m, block_n, warps, stages in shapes:
-            yield GemmConfig("large", block_n // half, block_m, 128, warps, stages, programs=2 if warps == 4 else 1)
-            if warps == 8:
-                yield GemmConfig("large", block_n // half, block_m, 128, warps, stages)
+            yield GemmConfig("large", block_n // half, block_m, 128, warps, stages, programs=2 if block_m == 64 else 1)
 
 
 def adds(shape: Shape, rows: int) -> bool:
@@ -283,6 +291,10 @@ class Timer(GraphTimer):
 def _library(codes: Codes, fast: bool, weight: Weight) -> torch.Tensor:
     """torch's GEMM with a scale per row and output: cuBLASLt or CUTLASS."""
     assert codes.scale is not None
+    if codes.scale.dim() == 2:  # in blocks
+        return torch._scaled_mm(
+            codes.codes, weight.codes.t(), codes.scale.t(), weight.scale.t(), out_dtype=BF16, use_fast_accum=False
+        )
     return torch._scaled_mm(
         codes.codes, weight.codes.t(), codes.scale[:, None], weight.scale[None, :], out_dtype=BF16, use_fast_accum=fast
     )
@@ -311,8 +323,8 @@ def measure(case: Case, timer: Timer, weights: list[Weight], dense: list[torch.T
                 f"FAILED {form.name} {shape.name} {rows} {name}: {type(problem).__name__} {str(problem)[:120]}",
                 flush=True,
             )
-    if form.name == "fp8" and rows >= 64:
-        for fast in (True, False):
+    if form.code is FP8 and rows >= 64:
+        for fast in (True,):
             try:
                 sample = torch.tensor([0, rows - 1], device="cuda")
                 plain = _library(codes, fast, weights[0])
@@ -368,7 +380,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--seconds", type=float, default=100.0, help="stop measuring after so many")
     options = parser.parse_args()
-    row_counts = options.rows or ((1, 8, 256, 16384) if options.quick else (1, 8, 64, 256, 2048, 16384))
+    row_counts = options.rows or ((1, 8, 256, 16384) if options.quick else (1, 2, 4, 8, 64, 256, 512, 2048, 16384))
     forms = [form for form in FORMATS if form.name in options.formats]
     started = time.monotonic()
     cases = [Case(form, shape, rows) for rows in row_counts for shape in SHAPES for form in forms]

@@ -94,6 +94,8 @@ class QuantizedKV:
     scales: torch.Tensor | None
     """float32; [blocks, 2, kv_heads, block_size] of each token, or [2, kv_heads] of the layer's keys and values. A
     cache does not know the scales of layers (None): the attention layer, whose checkpoint has them, adds them."""
+    unit_scales: bool = False
+    """Whether the scales are known to be 1: a code is its value."""
 
     @classmethod
     def of_layer(
@@ -111,9 +113,9 @@ class QuantizedKV:
         words = blocks.as_strided((*shape[:4], 4), (stride, *(4 * step // head_dim for step in inner[:3]), 1), begin)
         return cls(format, codes, words.view(torch.float32).squeeze(-1))
 
-    def scaled(self, scales: torch.Tensor) -> QuantizedKV:
-        """The same with the layer's scales [2, kv_heads]."""
-        return replace(self, scales=scales)
+    def scaled(self, scales: torch.Tensor, unit: bool = False) -> QuantizedKV:
+        """The same with the layer's scales [2, kv_heads]; `unit`: they are known to be 1."""
+        return replace(self, scales=scales, unit_scales=unit)
 
     @property
     def shape(self) -> torch.Size:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +11,7 @@ from quire.errors import CheckpointError, ConfigError, UnsupportedModelError
 from quire.kernels.weights.base import QuantizedWeight, SplitWeight, Weight
 from quire.layers.build_context import BuildContext
 from quire.loading.weights import AnyTarget, Assembly, AssemblyPart, Target
-from quire.quantization.formats.base import Format
+from quire.quantization.formats.base import Format, StoredPart
 from quire.quantization.formats.on_load import DTYPES, OnLoadFormat
 
 
@@ -109,21 +109,20 @@ def assembly_targets(weight: QuantizedWeight, part: MatrixPart, found: Format, r
         whole = slice(0, part.shape[1])
         keep = _unless_whole((whole, part.rows) if part.transposed else (part.rows, whole), _stored_shape(part))
         return {f"{part.name}.weight": rounded_target(weight, part, found, rows, _stored_shape(part), keep)}
-    assembly = _assembly(lambda read: found.place(read, weight, rows), weight, part, found)
-    return {
-        f"{part.name}.{key}": AssemblyPart(
-            assembly,
-            key,
-            stored.shape,
-            stored.dtypes,
-            stored.keep,
-            stored.optional,
-            stored.sample,
-            stored.also,
+    parts = found.stored(part.shape, part.rows, part.columns)
+    direct = {stored.direct for stored in parts.values()}
+    assembly = _assembly(lambda read: found.place(read, weight, rows), weight, part, found, direct)
+
+    def target(key: str, stored: StoredPart) -> AnyTarget:
+        if stored.direct is not None:
+            keep = _unless_whole((part.rows, part.columns), part.shape)
+            return Target(weight.tensors[stored.direct][rows], stored.shape, keep, part_of=assembly)
+        return AssemblyPart(
+            assembly, key, stored.shape, stored.dtypes, stored.keep, stored.optional, stored.sample, stored.also,
             stored.exact,
-        )
-        for key, stored in found.stored(part.shape, part.rows, part.columns).items()
-    }
+        )  # fmt: skip
+
+    return {f"{part.name}.{key}": target(key, stored) for key, stored in parts.items()}
 
 
 def rounded_target(
@@ -145,9 +144,15 @@ def rounded_target(
 
 
 def _assembly(
-    place: Callable[[Mapping[str, torch.Tensor]], None], weight: QuantizedWeight, part: MatrixPart, found: Format
+    place: Callable[[Mapping[str, torch.Tensor]], None],
+    weight: QuantizedWeight,
+    part: MatrixPart,
+    found: Format,
+    direct: Collection[str | None] = (),
 ) -> Assembly:
-    share = weight.nbytes * part.height // weight.shape[0]
+    """`direct`: tensors of the weight that it does not fill."""
+    filled = sum(tensor.nbytes for name, tensor in weight.tensors.items() if name not in direct)
+    share = filled * part.height // weight.shape[0]
     return Assembly(place, weight.device, share, found.describe(), type(weight).__name__)
 
 

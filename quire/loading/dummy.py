@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from quire.loading.weights import AnyTarget, AssemblyPart
+from quire.loading.weights import AnyTarget, Assembly, AssemblyPart
 
 _CPU = torch.device("cpu")
 _SCALE = 0.02
@@ -47,8 +47,6 @@ class DummyCodes:
 
     def read(self, keep: tuple[slice, ...] = ()) -> torch.Tensor:
         """The tensor, or the part that `keep` selects."""
-        if self.part.exact is not None:
-            return self.part.exact()[keep]
         device, dtype, sample = self.part.assembly.device, self.part.dtypes[0], self.part.sample
         if self.part.exact is not None:
             return self.part.exact()[keep]
@@ -97,6 +95,9 @@ def _apart(name: str, wanted: Sequence[AnyTarget]) -> Mapping[str, Sequence[AnyT
 def _dummy(name: str, target: AnyTarget, seed: int) -> DummyWeight | DummyCodes:
     if isinstance(target, AssemblyPart):
         return DummyCodes(name, target, seed)
+    if target.into.dtype.itemsize == 1:
+        part = AssemblyPart(Assembly(lambda read: None, target.into.device, 0), "", target.shape, (target.into.dtype,))
+        return DummyCodes(name, part, seed)
     return DummyWeight(name, tuple(target.shape), seed, target.into.device)
 
 

@@ -100,6 +100,7 @@ def load_weights(
             else:
                 pieces.extend(split_tensor(stored, copied))
         read_pieces(pieces, count)
+        _check_codes(copies)
         _assemble(assemblies, count)
 
 
@@ -112,6 +113,21 @@ def match_checkpoint(
     return matched
 
 
+def _check_codes(copies: Sequence[tuple[StoredWeight, Sequence[Target]]]) -> None:
+    """Refuse 8-bit floats that are NaN, in tensors that were copied as they are."""
+
+    def has_nan(codes: torch.Tensor) -> torch.Tensor:
+        return ((codes.view(torch.uint8) & 0x7F) == 0x7F).any()
+
+    coded = [(weight, into.into) for weight, wanted in copies for into in wanted if into.into.dtype in _FP8]
+    # Stacks of experts are checked whole, and the device is waited for once.
+    whole = {into.untyped_storage().data_ptr(): into if into._base is None else into._base for _, into in coded}
+    if whole and bool(torch.stack([has_nan(codes) for codes in whole.values()]).any()):
+        name = next(weight.name for weight, into in coded if has_nan(into.contiguous()))
+        raise CheckpointError(f"the tensor {name!r} has NaN values")
+
+
+_FP8 = (torch.float8_e4m3fn,)
 _ASSEMBLERS = 8
 """Threads that read and re-lay weights in few bits."""
 
@@ -243,8 +259,11 @@ _PLAIN_TYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 def _types(target: AnyTarget) -> tuple[torch.dtype, ...]:
-    """What the tensor may be stored as. A plain weight may be converted, but not from codes."""
-    return target.dtypes if isinstance(target, AssemblyPart) else (target.into.dtype, *_PLAIN_TYPES)
+    """What the tensor may be stored as. A plain weight may be converted, but not from codes; codes may not."""
+    if isinstance(target, AssemblyPart):
+        return target.dtypes
+    own = target.into.dtype
+    return (own,) if own.itemsize == 1 else (own, *_PLAIN_TYPES)
 
 
 def _words(types: Sequence[torch.dtype]) -> str:

@@ -55,6 +55,8 @@ class Target:
     """Applied to the part before the copy: a transpose, a regrouping of heads."""
     layouts: tuple[TensorLayout, ...] = ()
     """Other forms that checkpoints store this tensor in; the same for all targets of a name."""
+    part_of: Assembly | None = None
+    """The assembly that fills the rest of the same weight."""
 
 
 @dataclass(frozen=True, eq=False)

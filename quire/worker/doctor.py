@@ -20,7 +20,7 @@ from quire.layers.build_context import collect_targets, quantized_weights
 from quire.loading.files import ModelFiles
 from quire.loading.load import Misfits, compare, open_checkpoint
 from quire.loading.model_config import ModelConfig
-from quire.loading.weights import AnyTarget, AssemblyPart, match_layouts
+from quire.loading.weights import AnyTarget, Assembly, AssemblyPart, Target, match_layouts
 from quire.models.base import CausalLM
 from quire.platforms.base import Platform
 from quire.worker.building import build_model, ignored_tensors
@@ -98,9 +98,15 @@ def examine(
 
 
 def _format_name(target: AnyTarget) -> str:
-    if isinstance(target, AssemblyPart):
-        return target.assembly.format
+    assembly = _assembly(target)
+    if assembly is not None:
+        return assembly.format
+    assert isinstance(target, Target)
     return str(target.into.dtype).removeprefix("torch.")
+
+
+def _assembly(target: AnyTarget) -> Assembly | None:
+    return target.assembly if isinstance(target, AssemblyPart) else target.part_of
 
 
 def _format_uses(targets: Mapping[str, Sequence[AnyTarget]], model: CausalLM, platform: Platform) -> list[FormatUse]:
@@ -108,12 +114,13 @@ def _format_uses(targets: Mapping[str, Sequence[AnyTarget]], model: CausalLM, pl
     uses: dict[tuple[str, str], FormatUse] = {}
     counted = set()
     for target in itertools.chain.from_iterable(targets.values()):
-        layout = target.assembly.layout if isinstance(target, AssemblyPart) else ""
+        assembly = _assembly(target)
+        layout = "" if assembly is None else assembly.layout
         key = (_format_name(target), layout)
         use = uses.setdefault(key, FormatUse(*key, kernels.get(layout, kernels[""])))
         if not isinstance(target, AssemblyPart):
             use.nbytes += target.into.nbytes
-            use.matrices += len(target.shape) > 1
+            use.matrices += assembly is None and len(target.shape) > 1
         elif target.assembly not in counted:
             counted.add(target.assembly)
             use.nbytes += target.assembly.nbytes

@@ -33,6 +33,7 @@ from quire.worker.memory import MemoryNeeds, logit_bytes, profile_activations
 from quire.worker.moves import HostMemory, Mover, host_slots
 from quire.worker.paths import EagerPath, StepPath, TapeDecodePath, forward
 from quire.worker.runner import PendingStep, Runner
+from quire.worker.weight_copies import make_copies
 
 if TYPE_CHECKING:
     from quire.worker.warmup import WarmUp
@@ -119,6 +120,8 @@ class Worker:
         checkpoint = open_checkpoint(files, config.load_format, targets=targets, seed=config.seed)
         load_weights(targets, ignored_tensors(self.model), checkpoint, progress=ranks.rank == 0)
         load_kv_scales(self.model, checkpoint)  # type: ignore[arg-type]
+        if self._device.type == "cuda" and config.weight_copy_share and not config.batch_invariant:
+            make_copies(self.model, int(config.weight_copy_share * platform.free_memory()))  # type: ignore[arg-type]
         self._done("weights")
         if warming is not None:
             warming.wait()

@@ -140,7 +140,8 @@ def test_capacity(make_llm: MakeLLM) -> None:
         blocks[name] = llm.llm_engine.info.num_blocks
     # A token has 2 layers of 2 * 2 heads of 16 in two bytes or one, 4 bytes of id, and with scales 4 bytes a head.
     assert blocks == {
-        "auto": (1 << 17) // (16 * 260) - 1, "bfloat16": (1 << 17) // (16 * 260) - 1, "fp8": (1 << 17) // (16 * 132) - 1,
+        "auto": (1 << 17) // (16 * 260) - 1, "bfloat16": (1 << 17) // (16 * 260) - 1,
+        "fp8": (1 << 17) // (16 * 132) - 1,
         "fp8_per_token_head": (1 << 17) // (16 * 164) - 1, "int8_per_token_head": (1 << 17) // (16 * 164) - 1,
     }  # fmt: skip
 

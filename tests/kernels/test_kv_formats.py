@@ -1,5 +1,7 @@
 """Caches in few bits: what is written, and attention over them, against float64 over the values the codes stand for."""
 
+# ruff: noqa: N803
+
 from __future__ import annotations
 
 import pytest
@@ -40,7 +42,9 @@ def expected_codes(values: torch.Tensor, name: str, scales: torch.Tensor | None)
     return (scaled.round() if name.startswith("int8") else scaled.to(torch.float8_e4m3fn).float()), scales
 
 
-def random_layer(name: str, dtype: torch.dtype, kv_heads: int, dim: int, blocks: int, block: int = BLOCK) -> QuantizedKV:
+def random_layer(
+    name: str, dtype: torch.dtype, kv_heads: int, dim: int, blocks: int, block: int = BLOCK
+) -> QuantizedKV:
     """The second of three layers of a cache full of random codes and scales. A block's unused layers are all ones."""
     format = KVFormat.named(name, dtype)
     cache = KVCache(KVSpec(3, kv_heads, dim), blocks, block, format, torch.device(DEVICE))
@@ -49,7 +53,12 @@ def random_layer(name: str, dtype: torch.dtype, kv_heads: int, dim: int, blocks:
     assert isinstance(kv, QuantizedKV)
     codes = torch.randint(-127, 128, kv.codes.shape, device=DEVICE)
     if format.codes == "fp8":
-        codes = (torch.randn(kv.codes.shape, device=DEVICE) * 100).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
+        codes = (
+            (torch.randn(kv.codes.shape, device=DEVICE) * 100)
+            .clamp(-448, 448)
+            .to(torch.float8_e4m3fn)
+            .view(torch.uint8)
+        )
     kv.codes.copy_(codes)
     if not format.per_token:
         return kv.scaled(torch.rand(2, kv_heads, device=DEVICE) / 50 + 0.01)
@@ -74,6 +83,8 @@ class Rows:
         self.tables = tables.to(DEVICE)
         tokens = sum(queries for _, queries in lens)
         self.q = torch.randn(tokens, heads, dim, device=DEVICE).to(dtype)
+        self.q[::5, 0] = 0
+        self.q[1::5] *= 30
 
     def inputs(self, groups: GroupInputs | None = None) -> AttentionInputs:
         contexts, queries = zip(*self.lens, strict=True)
@@ -111,7 +122,14 @@ MIXED = [(70, 1), (1, 1), (33, 1), (40, 40), (75, 30), (20, 3)]
 SHAPES = [(4, 2, 64, None), (3, 1, 128, None), (2, 2, 96, 20), (6, 2, 80, None), (2, 1, 16, 9)]
 if ON_GPU:
     MIXED = [(4000, 1), (1, 1), (700, 1), (640, 1), (2048, 2048), (3500, 512), (129, 129), (300, 7)]
-    SHAPES = [(32, 8, 128, None), (9, 3, 64, None), (16, 8, 128, 500), (8, 8, 96, None), (8, 4, 256, None), (16, 1, 80, 64)]
+    SHAPES = [
+        (32, 8, 128, None),
+        (9, 3, 64, None),
+        (16, 8, 128, 500),
+        (8, 8, 96, None),
+        (8, 4, 256, None),
+        (16, 1, 80, 64),
+    ]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -139,7 +157,7 @@ def test_a_prefix_group(name: str, dtype: torch.dtype, heads: int, kv_heads: int
     for line in lines[:3]:
         rows.tables[line, : tokens // BLOCK] = rows.tables[lines[0], : tokens // BLOCK]
         shared[line] = tokens
-    ints = [torch.tensor(each, dtype=torch.int32, device=DEVICE) for each in (lines[:3] + [-7], [0, 3, 3])]
+    ints = [torch.tensor(each, dtype=torch.int32, device=DEVICE) for each in ([*lines[:3], -7], [0, 3, 3])]
     inputs = rows.inputs(GroupInputs(shared.to(DEVICE), *ints))
     backend = TritonPagedAttention()
     backend.prepare(heads, rows.kv, inputs, None)
@@ -157,7 +175,9 @@ def test_several_queries_a_row(name: str, window: int | None, queries: int) -> N
     rows = Rows("fp8" if name == "auto" else name, torch.float32, lens, 6, 2, 64)
     inputs = rows.inputs()
     kv = values_of(rows.kv).float() if name == "auto" else rows.kv
-    kernel = DecodeAttention(6, 2, 64, 8, torch.float32, torch.device(DEVICE), quantized=name != "auto", queries=queries)
+    kernel = DecodeAttention(
+        6, 2, 64, 8, torch.float32, torch.device(DEVICE), quantized=name != "auto", queries=queries
+    )
     out = torch.full((len(rows.q), 6 * 64), torch.nan, device=DEVICE)
     for _ in range(2):  # the second run uses the counters as the first left them
         plan = kernel.plan(inputs.context_lens, inputs.rows, len(lens), window)
@@ -180,7 +200,9 @@ def test_what_is_written(name: str, dim: int, rotary: int, normed: bool) -> None
     positions = torch.randint(0, 50, (tokens,), device=DEVICE)
     angles = torch.rand(50, max(rotary // 2, 1), device=DEVICE) * 6
     cos_sin = torch.cat((angles.cos(), angles.sin()), -1) if rotary else None
-    norms = (torch.rand(dim, device=DEVICE).to(dtype), torch.rand(dim, device=DEVICE).to(dtype), 1e-5) if normed else None
+    norms = (
+        (torch.rand(dim, device=DEVICE).to(dtype), torch.rand(dim, device=DEVICE).to(dtype), 1e-5) if normed else None
+    )
     slots = torch.randperm(60, device=DEVICE)[:tokens] + 16
     block, offset = slots // 16, slots % 16
     plain = KVCache(KVSpec(1, kv_heads, dim), 6, 16, KVFormat(dtype), torch.device(DEVICE)).layers[0]

@@ -62,6 +62,7 @@ def test_quantized_rows_are_those_of_the_reference(code: torch.dtype, rows: int)
     found = quantize(x, code)
     codes, scale = quantize_rows(x, code)
     assert torch.equal(found.codes.float(), codes.float())
+    assert found.scale is not None
     assert torch.equal(found.scale, scale.squeeze(-1))
 
 
@@ -73,6 +74,7 @@ def test_values_past_a_static_scale_saturate() -> None:
         codes, scale = weight.encode_input(x)
         assert torch.equal(found.codes.float(), codes.float())
         assert found.codes.float().abs().max() == (448 if code is FP8 else 127)
+        assert found.scale is not None
         assert torch.equal(found.scale, scale.squeeze(-1))
 
 
@@ -81,6 +83,7 @@ def test_groups_of_a_row_have_scales_of_their_own() -> None:
     found = quantize(x, FP8, group=128)
     codes, scale = quantize_rows(x, FP8, 128)
     assert torch.equal(found.codes.float(), codes.float())
+    assert found.scale is not None
     assert torch.equal(found.scale.T, scale)
 
 
@@ -93,6 +96,7 @@ def test_the_norm_before_quantization_is_fused(residual: bool) -> None:
     found = quantize(x, INT8, gain=gain, eps=EPS, residual=carried)
     codes, scale = quantize_rows(normed, INT8)
     # The gain is multiplied first here: rarely a normed value is rounded the other way.
+    assert found.scale is not None
     assert torch.allclose(found.scale, scale.squeeze(-1), rtol=2e-3)
     assert (found.codes.int() - codes.int()).abs().max() <= 1
     assert ((found.codes != codes).float().mean()) < 0.05
@@ -118,8 +122,8 @@ def product(
     static = weight.input_scale if isinstance(weight, ScaledWeight) else None
     if config.kernel == "vector":
         quantized = block is not None or weight.inputs != "none"  # type: ignore[union-attr]
-        gemm = VectorGemm(x, weight.codes, weight.scale, quantized, static, bias, silu=silu, block=block)
-        return launched(vector_launch(gemm, config))
+        whole = VectorGemm(x, weight.codes, weight.scale, quantized, static, bias, silu=silu, block=block)
+        return launched(vector_launch(whole, config))
     coded = quantize(x, weight.codes.dtype, static, block[1] if block else 0)
     gemm = CodedGemm(coded, weight.codes, weight.scale, HALF, bias, silu, stream, block)
     return launched((tile_launch if config.kernel == "tile" else large_launch)(gemm, config))

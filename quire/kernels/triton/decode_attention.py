@@ -426,7 +426,8 @@ class DecodeAttention:
 
         `shared`: as in `PrefixState`, if `attend` will get one; the window must be None then.
 
-        Lengths count the row's own query tokens. Another kernel must be launched between this and `attend`, which reads the plan before its `gdc_wait`.
+        Lengths count the row's own query tokens. Another kernel must be launched between this and `attend`, which reads
+        the plan before its `gdc_wait`.
         """
         plan = torch.empty(HEADER + ENTRY * self._planned, dtype=torch.int32, device=lens.device)
         width = min(self._rows, 32 if num_rows <= 32 else 256 if num_rows <= 256 else self._rows)

@@ -35,8 +35,17 @@ USE_OWN_GEMMS = not INTERPRETED
 FUSED_ADD_MIN_ROWS = 1024
 """From this many rows on cuBLAS adds a GEMM's result to the residual stream in its epilogue: one pass over the stream
 less than adding in the norm. With fewer rows the norm, and with it the addition, is fused into the next GEMM."""
+COPY_MIN_ROWS = 65
+"""From this many rows on a weight in few bits is multiplied by its 16-bit copy, if it has one."""
 INVARIANT = GemmConfig("tile", block_n=128, block_m=64, block_k=64, warps=4, stages=4)
 """Batch-invariant: cuBLAS and our tables choose by the number of rows, and tile shapes differ in the order of sums."""
+
+
+def _for_rows(weight: Weight, x: torch.Tensor | None) -> Weight:
+    """The weight that is faster for x: itself, or its 16-bit copy."""
+    if isinstance(weight, torch.Tensor) or weight.copy is None or x is None or len(x) < COPY_MIN_ROWS:
+        return weight
+    return weight.copy
 
 
 class TritonOps(TorchOps):
@@ -77,6 +86,7 @@ class TritonOps(TorchOps):
     ) -> torch.Tensor:
         if addend is not None:
             return self.linear(x, weight, bias).add_(addend)
+        weight = _for_rows(weight, x)
         if isinstance(weight, QuantizedWeight):
             return self.quantized(weight).linear(x, weight, bias)
         config = self._config("linear", x, weight)
@@ -94,6 +104,7 @@ class TritonOps(TorchOps):
     def linear_add(
         self, stream: torch.Tensor, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None
     ) -> torch.Tensor | None:
+        weight = _for_rows(weight, x)
         if isinstance(weight, QuantizedWeight):
             return self.quantized(weight).linear_add(stream, x, weight, bias)
         if bias is not None or self._invariant or len(x) < FUSED_ADD_MIN_ROWS or not stream.is_contiguous():
@@ -116,6 +127,7 @@ class TritonOps(TorchOps):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if gated and activation != "silu":
             return super().norm_linear(x, residual, gain, eps, weight, bias, gated, activation)
+        weight = _for_rows(weight, x if residual is None else residual)
         if isinstance(weight, QuantizedWeight):
             return self.quantized(weight).norm_linear(x, residual, gain, eps, weight, bias, gated)
         if x is not None:
@@ -134,6 +146,7 @@ class TritonOps(TorchOps):
     ) -> torch.Tensor:
         if activation != "silu" or addend is not None:  # the kernels fuse silu alone
             return super().gated_linear(x, weight, bias, activation, addend)
+        weight = _for_rows(weight, x)
         if isinstance(weight, QuantizedWeight):
             return self.quantized(weight).gated_linear(x, weight, bias)
         config = self._config("silu_linear", x, weight)
@@ -168,7 +181,12 @@ class TritonOps(TorchOps):
         self, weight: Weight, normed: bool, gated: bool, bias: bool, max_rows: int
     ) -> Sequence[CompilableKernel]:
         if isinstance(weight, QuantizedWeight):
-            return self.quantized(weight).kernels_of(weight, normed, gated, bias, max_rows)
+            found = self.quantized(weight).kernels_of(weight, normed, gated, bias, max_rows)
+            if not weight.is_weight_only or weight.dim() != 2:
+                return found
+            copy = torch.empty(weight.shape, dtype=weight.dtype, device="meta")  # it may get one once it is loaded
+            dense = self.kernels_of(copy, normed, gated, bias, max_rows)
+            return [*found, *(kernel for kernel in dense if getattr(kernel, "rows", 0) >= COPY_MIN_ROWS)]
         fused = (["norm_silu_linear", "silu_linear"] if gated else ["norm_linear"]) if normed else []
         kinds = [*fused, "linear"]
         n, k = weight.shape

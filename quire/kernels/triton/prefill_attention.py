@@ -10,9 +10,9 @@ Bytes: a program reads its context's K and V, 4 * head_dim per key in half preci
 4 * head_dim * BLOCK_M operations with them: BLOCK_M = 128 operations per byte, bound by the tensor cores (and, close
 behind, by the exponentials: one per pair and head, 16 per cycle and SM on an H200, against 4096 operations).
 
-Keys and values in few bits are widened in registers (`kv_codes.py`, about 2.5 instructions per value) and written to
-shared memory, where the tensor cores read them: K and V take 32k conversions per BLOCK_N = 128 keys, a tenth of the
-time of the products. It is the same arithmetic as for 16-bit values.
+Keys and values in few bits are widened in registers and written to shared memory, where the tensor cores read them:
+32k values per BLOCK_N = 128 keys, of half an instruction each (e4m3 to float16) to 2.5 (`kv_codes.py`). Products and
+sums are those of 16-bit values.
 
 A query's result depends only on its own row and on the fixed stride of key tiles from position 0, not on its tile, the
 chunking of its prompt or the rest of the batch: the bits are the same.
@@ -169,13 +169,14 @@ def _mask(scores, start, n, position, first, last, WINDOW: tl.constexpr, BLOCK_N
 
 
 @triton.jit
-def _softmax(scores, best, weight, scale):
-    """Online softmax: (weights of a tile's keys, factor for earlier sums, best score so far, sum of weights)."""
+def _softmax(scores, best, weight, scale, score_scale):
+    """Online softmax: (weights of a tile's keys, factor for earlier sums, best score so far, sum of weights).
+
+    `scale`: a number, or one for each query; `score_scale`: the same, as a column.
+    """
     higher = tl.maximum(best, tl.max(scores, 1) * scale)
     keep = tl.exp2(best - higher)
-    if len(scale.shape) == 1:  # of each query
-        scale = scale[:, None]
-    p = tl.exp2(scores * scale - higher[:, None])
+    p = tl.exp2(scores * score_scale - higher[:, None])
     return p, keep, higher, weight * keep + tl.sum(p, 1)
 
 
@@ -225,6 +226,7 @@ def _prefill(
     table = tables + row.to(tl.int64) * stride_table
     keys = kv + head.to(tl.int64) * STRIDE_HEAD + d[None, :]
     values = keys + stride_half
+    score_scale = scale
     v_scale = 1.0
     if CODES:
         if not TOKEN_SCALES:
@@ -232,6 +234,7 @@ def _prefill(
             v_scale = tl.load(scales + KV_HEADS + head)
         qs, q_factors = as_keys(qs)
         scale = scale * q_factors
+        score_scale = scale[:, None]
     best = tl.full([BLOCK_M], -1e30, tl.float32)
     weight = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, DIM_P2], tl.float32)
@@ -261,7 +264,7 @@ def _prefill(
                 )  # fmt: skip
                 scores = scores * k_scales[None, :]
             scores = _mask(scores, start, n, position, first, last, WINDOW, BLOCK_N)
-            p, keep, best, weight = _softmax(scores, best, weight, scale)
+            p, keep, best, weight = _softmax(scores, best, weight, scale, score_scale)
             if TOKEN_SCALES:
                 p = p * v_scales[None, :]
         start = tl.multiple_of(last // BLOCK_N * BLOCK_N, BLOCK_N)
@@ -289,7 +292,7 @@ def _prefill(
                 )  # fmt: skip
                 scores = scores * k_scales[None, :]
             scores = _mask(scores, start, n, position, first, last, WINDOW, BLOCK_N)
-            p, keep, best, weight = _softmax(scores, best, weight, scale)
+            p, keep, best, weight = _softmax(scores, best, weight, scale, score_scale)
             if TOKEN_SCALES:
                 p = p * v_scales[None, :]
             acc = tl.dot(p.to(v.dtype), v, acc * keep[:, None], input_precision=PRECISION)
@@ -334,7 +337,8 @@ def prefill_attention(
     stride_block, stride_half, stride_head, _, _ = kv.stride()
     tile = tile or prefill_tile(dim, q.element_size())
     _prefill[(tiles.shape[0] * kv_heads,)](
-        q, kv.codes if isinstance(kv, QuantizedKV) else kv, out, tables, tiles, scale * LOG2_E, q.stride(0), stride_half, tables.stride(0),
+        q, kv.codes if isinstance(kv, QuantizedKV) else kv, out, tables, tiles, scale * LOG2_E, q.stride(0),
+        stride_half, tables.stride(0),
         STRIDE_BLOCK=stride_block, STRIDE_HEAD=stride_head, WINDOW=window or 0, GROUP=heads // kv_heads,
         KV_HEADS=kv_heads, DIM=dim, DIM_P2=max(16, triton.next_power_of_2(dim)), BLOCK=block_size,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, STAGES=tile.stages, SKEWED=tile.skewed,

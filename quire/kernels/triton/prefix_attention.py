@@ -9,7 +9,8 @@ captured CUDA graph serves any groups.
 
 Bytes: a group's shared K and V once per query tile (2 * shared * kv_heads * head_dim values; from L2 for all tiles but
 the first) instead of once per row; and for each member 4 * heads * (head_dim + 2) bytes of state, written here and
-read by the decode kernel; the sums are in units of the layer's scale of values where there is one. Operations: 4 * shared * heads * head_dim per member, plus those of unused tile rows.
+read by the decode kernel. Operations: 4 * shared * heads * head_dim per member, plus those of unused tile rows.
+Sums of codes are not multiplied by the layer's scale of values here: the decode kernel does that.
 """
 
 # ruff: noqa: N803
@@ -23,6 +24,7 @@ import torch
 import triton
 import triton.language as tl
 
+from quire.kernels.kv import LayerKV, QuantizedKV
 from quire.kernels.triton.decode_attention import (
     ENTRY,
     ENTRY_SIZE,
@@ -36,7 +38,6 @@ from quire.kernels.triton.decode_attention import (
     plan_ranges,
     scaled_softmax,
 )
-from quire.kernels.kv import LayerKV, QuantizedKV
 from quire.kernels.triton.kv_codes import as_keys, decode, read_arguments
 from quire.kernels.triton.launch import INTERPRETED, gdc_launch_dependents, gdc_wait, num_sms, pdl
 
@@ -180,9 +181,11 @@ def _prefix(
                 scores = tl.dot(qs, tl.trans(k), input_precision=PRECISION) * q_factors
                 v_scales = 1.0
                 if TOKEN_SCALES:
+                    # One load for both: see `_token_scales` in prefill_attention.py.
                     at_scale = scales + block * (stride_block // 4) + head * BLOCK + position % BLOCK
-                    scores = scores * tl.load(at_scale, mask=seen, other=0.0)[None, :]
-                    v_scales = tl.load(at_scale + KV_HEADS * BLOCK, mask=seen, other=0.0)
+                    both = at_scale[:, None] + (tl.arange(0, 2) * (KV_HEADS * BLOCK))[None, :]
+                    k_scales, v_scales = tl.split(tl.load(both, mask=seen[:, None], other=0.0))
+                    scores = scores * k_scales[None, :]
                 scores = tl.where(seen[None, :], scores, float("-inf"))
                 p, keep, best, weight = scaled_softmax(scores, v_scales, best, weight, TOKEN_SCALES)
                 acc = tl.dot(p.to(VALUES), v, acc * keep[:, None], input_precision=PRECISION)
@@ -298,7 +301,8 @@ class PrefixAttention:
         """
         stride_block, stride_half, stride_head, _, _ = kv.stride()
         _prefix[(self._programs,)](
-            q, kv.codes if isinstance(kv, QuantizedKV) else kv, self._sums, self._stats, tables, plan.members, plan.rows, plan.lens, plan.ranges, self._partial,
+            q, kv.codes if isinstance(kv, QuantizedKV) else kv, self._sums, self._stats, tables, plan.members,
+            plan.rows, plan.lens, plan.ranges, self._partial,
             self._partial_stats, self._counters, scale * LOG2_E, q.stride(0), stride_block, stride_half, stride_head,
             tables.stride(0), BLOCK=kv.shape[3], **read_arguments(kv), **self._constants,
         )  # fmt: skip

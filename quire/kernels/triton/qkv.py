@@ -130,39 +130,40 @@ def _prepare_qkv(
         x, y = first.to(tl.float32), second.to(tl.float32)
         first = tl.where(is_v, first, (x * cos - y * sin).to(first.dtype))
         second = tl.where(is_v, second, (y * cos + x * sin).to(second.dtype))
-    if CODES and TOKEN_SCALES:
-        largest = tl.zeros((GROUP, 1), tl.float32)
-        if HALF:
-            sizes = tl.maximum(tl.abs(finite(first)), tl.abs(finite(second)))
-            largest = tl.maximum(largest, tl.max(sizes, axis=1, keep_dims=True))
-        if REST:
-            largest = tl.maximum(largest, tl.max(tl.abs(finite(rest_values)), axis=1, keep_dims=True))
-        scale = token_scale(largest, CODES)
-        # Codes and scales of a layer have the same order, and blocks the same bytes.
-        at_scale = (
-            scales
-            + slot // BLOCK_SIZE * (block_stride // 4)
-            + (is_v.to(tl.int32) * KV_HEADS + kv_head) * BLOCK_SIZE
-            + slot % BLOCK_SIZE
-        )
-        tl.store(at_scale, scale, mask=exists & ~is_q)
-    elif CODES:
-        scale = tl.load(scales + is_v.to(tl.int32) * KV_HEADS + kv_head, mask=exists & ~is_q, other=1.0)
-    if HALF:
         tl.store(q_at + pair, first, mask=in_pair & is_q)
         tl.store(q_at + HALF + pair, second, mask=in_pair & is_q)
-        if CODES:
-            tl.store(cache_at + pair, encode(first, scale, CODES), mask=in_pair & ~is_q)
-            tl.store(cache_at + HALF + pair, encode(second, scale, CODES), mask=in_pair & ~is_q)
-        else:
+    if NORM and REST:
+        tl.store(q_at + rest, rest_values, mask=in_rest & is_q)
+    if CODES:
+        if program % GROUPS * GROUP + GROUP > HEADS:  # not only Q heads
+            if TOKEN_SCALES:
+                largest = tl.zeros((GROUP, 1), tl.float32)
+                if HALF:
+                    sizes = tl.maximum(tl.abs(finite(first)), tl.abs(finite(second)))
+                    largest = tl.maximum(largest, tl.max(sizes, axis=1, keep_dims=True))
+                if REST:
+                    largest = tl.maximum(largest, tl.max(tl.abs(finite(rest_values)), axis=1, keep_dims=True))
+                scale = token_scale(largest, CODES)
+                # Codes and scales of a layer have the same order, and their blocks begin as many bytes apart.
+                at_scale = (
+                    scales
+                    + slot // BLOCK_SIZE * (block_stride // 4)
+                    + (is_v.to(tl.int32) * KV_HEADS + kv_head) * BLOCK_SIZE
+                    + slot % BLOCK_SIZE
+                )
+                tl.store(at_scale, scale, mask=exists & ~is_q)
+            else:
+                scale = tl.load(scales + is_v.to(tl.int32) * KV_HEADS + kv_head, mask=exists & ~is_q, other=1.0)
+            if HALF:
+                tl.store(cache_at + pair, encode(first, scale, CODES), mask=in_pair & ~is_q)
+                tl.store(cache_at + HALF + pair, encode(second, scale, CODES), mask=in_pair & ~is_q)
+            if REST:
+                tl.store(cache_at + rest, encode(rest_values, scale, CODES), mask=in_rest & ~is_q)
+    else:
+        if HALF:
             tl.store(cache_at + pair, first.to(kv.dtype.element_ty), mask=in_pair & ~is_q)
             tl.store(cache_at + HALF + pair, second.to(kv.dtype.element_ty), mask=in_pair & ~is_q)
-    if REST:
-        if NORM:
-            tl.store(q_at + rest, rest_values, mask=in_rest & is_q)
-        if CODES:
-            tl.store(cache_at + rest, encode(rest_values, scale, CODES), mask=in_rest & ~is_q)
-        else:
+        if REST:
             tl.store(cache_at + rest, rest_values.to(kv.dtype.element_ty), mask=in_rest & ~is_q)
 
 
@@ -203,8 +204,9 @@ def prepare_qkv(
 ) -> torch.Tensor:
     """`Ops.prepare_qkv`; Q overwrites its part of qkv and is returned as a view of it.
 
-    Bytes per token, of a cache that is not quantized: (heads + 2 * kv_heads) * head_dim values in and as many out, one row of cos_sin (4 * rotary_dim)
-    and 16 of position and slot. Operations: 6 per rotated pair, and 4 per value where there is a norm.
+    Bytes per token: (heads + 2 * kv_heads) * head_dim values in and as many out, K and V as codes if the cache has
+    those, one row of cos_sin (4 * rotary_dim) and 16 of position and slot. Operations: 6 per rotated pair, 4 per value
+    where there is a norm, and about 25 per code.
     """
     q_weight, k_weight, eps = (None, None, 0.0) if norms is None else norms
     rotary_dim = 0 if cos_sin is None else cos_sin.shape[1]

@@ -31,6 +31,10 @@ class QuantizedWeight(abc.ABC):
     shape: torch.Size
     dtype: torch.dtype
     """Of activations and results."""
+    copy: torch.Tensor | None = None
+    """The same values in `dtype`, where memory is spent on them: for steps of many rows (`worker/weight_copies.py`)."""
+    is_weight_only = True
+    """Whether activations are left as they are, so that a 16-bit weight gives the same products."""
 
     @property
     @abc.abstractmethod

@@ -56,6 +56,7 @@ class ScaledWeight(QuantizedWeight):
         """`input_scale`: float32 [1], with inputs "tensor"."""
         self.codes, self.scale, self.input_scale = codes, scale, input_scale
         self.dtype, self.inputs, self.shape = dtype, inputs, codes.shape
+        self.is_weight_only = inputs == "none"
 
     @classmethod
     def allocate(
@@ -109,6 +110,8 @@ class BlockScaledWeight(QuantizedWeight):
     codes [..., out, in] float8_e4m3fn; scale [..., block rows, block columns] float32. `block` is (rows, columns): the
     checkpoint's, or with fewer rows if parts of a fused weight begin inside a block. The last block may be smaller.
     """
+
+    is_weight_only = False
 
     def __init__(self, codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, block: tuple[int, int]) -> None:
         self.codes, self.scale, self.block = codes, scale, block

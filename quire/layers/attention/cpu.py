@@ -11,7 +11,8 @@ from quire.layers.attention.torch_paged import TorchPagedAttention
 
 
 class CpuPagedAttention(TorchPagedAttention):
-    """Native for float32 and bfloat16; other dtypes, quantized caches, and machines without a compiler, use the torch backend.
+    """Native for float32 and bfloat16; other dtypes, caches in few bits, and machines without a compiler, use the torch
+    backend.
 
     A token's bits depend only on its own row: not on the batch, the threads, or the chunks of its prompt.
     """

@@ -39,6 +39,7 @@ class Attention(nn.Module):
         has_scales = build.kv_format.codes is not None and not build.kv_format.per_token
         scales = torch.ones(2, len(heads.kv), dtype=torch.float32, device=build.device) if has_scales else None
         self.register_buffer("kv_scales", scales, persistent=False)
+        self.has_unit_scales = True
         self.scale = heads.dim**-0.5 if scale is None else scale
         self.window = build.config.windows[layer]
 
@@ -46,7 +47,9 @@ class Attention(nn.Module):
 
     def scaled(self, kv: LayerKV) -> LayerKV:
         """The layer's cache with the layer's scales, if it has any."""
-        return kv if self.kv_scales is None or not isinstance(kv, QuantizedKV) else kv.scaled(self.kv_scales)
+        if self.kv_scales is None or not isinstance(kv, QuantizedKV):
+            return kv
+        return kv.scaled(self.kv_scales, self.has_unit_scales)
 
     def forward(
         self,

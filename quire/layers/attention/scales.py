@@ -45,7 +45,9 @@ def load_kv_scales(model: nn.Module, checkpoint: Checkpoint) -> None:
         for names, into in zip(NAMES, layer.kv_scales, strict=True):
             scale = _find(found, owner, names)
             if scale is not None:
-                into.copy_(_of_heads(scale, layer.num_all_kv_heads, layer.kv_heads))
+                own = _of_heads(scale, layer.num_all_kv_heads, layer.kv_heads)
+                layer.has_unit_scales &= bool((own == 1).all())
+                into.copy_(own)
 
 
 def _find(found: dict[str, StoredWeight], owner: str, names: Sequence[str]) -> StoredWeight | None:

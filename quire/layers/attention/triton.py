@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
-from quire.kernels.kv import LayerKV, format_of
+from quire.kernels.kv import LayerKV, QuantizedKV, format_of
 from quire.kernels.triton.decode_attention import DecodeAttention
+from quire.kernels.triton.kv_widen import MIN_QUERIES, WidePlan, plan_wide, widen
 from quire.kernels.triton.prefill_attention import LONG_CONTEXT, plan_tiles, prefill_attention, prefill_tile
 from quire.kernels.triton.prefix_attention import PrefixAttention
 from quire.layers.attention.base import AttentionInputs, PrefixGroupBackend
@@ -55,6 +56,8 @@ class TritonPagedAttention(PrefixGroupBackend):
                 tile.tokens(heads // kv.shape[2]),
             )  # fmt: skip
             inputs.plans["tiles"] = (tiles, tile)
+            if not self._invariant and isinstance(kv, QuantizedKV) and kv.unit_scales:
+                inputs.plans["wide"] = self._plan_wide(kv, inputs, decodes)
 
     def attend(
         self, q: torch.Tensor, kv: LayerKV, inputs: AttentionInputs, scale: float, window: int | None
@@ -74,8 +77,21 @@ class TritonPagedAttention(PrefixGroupBackend):
             )  # fmt: skip
         if decodes < inputs.num_rows:
             tiles, tile = inputs.plans["tiles"]
-            prefill_attention(q, kv, out, inputs.block_tables, tiles, scale, window, tile)
+            wide: WidePlan | None = inputs.plans.get("wide")
+            tables = inputs.block_tables
+            if wide is not None:
+                assert isinstance(kv, QuantizedKV) and inputs.rows is not None
+                kv = widen(kv, tables, inputs.rows, inputs.context_lens, inputs.num_rows, wide)
+                tables = wide.tables
+            prefill_attention(q, kv, out, tables, tiles, scale, window, tile)
         return out
+
+    def _plan_wide(self, kv: QuantizedKV, inputs: AttentionInputs, decodes: int) -> WidePlan | None:
+        """How the rows' blocks are converted to 16 bits for the prefill kernel; None: it reads codes."""
+        if inputs.max_query_len < MIN_QUERIES or kv.dtype.itemsize != 2:
+            return None
+        assert inputs.rows is not None
+        return plan_wide(kv, inputs.block_tables, inputs.rows, decodes, inputs.num_rows, inputs.max_context_len)
 
     def _decodes(self, inputs: AttentionInputs) -> int:
         """How many rows, from the first, go through the decode kernel."""

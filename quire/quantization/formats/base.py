@@ -27,6 +27,8 @@ class StoredPart:
     """Whether a checkpoint may leave it out."""
     also: tuple[tuple[tuple[int, ...], tuple[slice, ...]], ...] = ()
     """Other shapes that checkpoints store it in, each with the part this rank reads: `place` tells them apart."""
+    direct: str | None = None
+    """The layout's tensor that it is copied to unchanged, without passing through `place`."""
     exact: Callable[[], torch.Tensor] | None = None
     """For random weights: makes the whole tensor, where its values are not free (group indices, shapes)."""
 

@@ -22,6 +22,8 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """What a matrix may be stored in."""
 GROUPS = (128, 64, 32)
 """Inputs that share a scale: the largest of these that divides the width."""
+CHUNK = 1 << 24
+"""Values rounded at a time: rounding takes several float32 copies of them."""
 
 
 def group_of(width: int) -> int:
@@ -70,6 +72,13 @@ class OnLoadFormat:
 
     def round(self, values: torch.Tensor, weight: QuantizedWeight, rows: slice, columns: slice) -> None:
         """Fill outputs `rows` of `weight` with `columns` of these rows, which are whole."""
+        step = max(1, CHUNK // max(1, values.shape[1]))
+        for start in range(0, len(values), step):
+            part = values[start : start + step]
+            first = rows.start + start
+            self._round(part, weight, slice(first, first + len(part)), columns)
+
+    def _round(self, values: torch.Tensor, weight: QuantizedWeight, rows: slice, columns: slice) -> None:
         if not torch.isfinite(values).all():
             raise CheckpointError("weight has values that are not finite, which cannot be quantized")
         if isinstance(weight, ScaledWeight):

@@ -59,7 +59,7 @@ class ScaledFormat:
         else:
             flat = ((shape[0],), (rows,))
             scale = StoredPart((shape[0], 1), checks.FLOATS, (rows, WHOLE), typical, also=(flat,))
-        parts = {"weight": StoredPart(shape, (self.code,), (rows, columns)), self.scale: scale}
+        parts = {"weight": StoredPart(shape, (self.code,), (rows, columns), direct="codes"), self.scale: scale}
         if self.inputs == "tensor":
             parts[self.input_scale] = StoredPart((), checks.FLOATS, sample=1 / 16, also=SCALAR_SHAPES)
         else:
@@ -78,9 +78,10 @@ class ScaledFormat:
         for name in ("weight_zero_point", "input_zero_point"):
             if name in read and bool(read[name].float().any()):
                 raise CheckpointError(f"{name}: is not zero, though the checkpoint's description says symmetric")
-        codes = checks.need(read, "weight")
+        codes = read.get("weight")
         scale = checks.check_scale(self.scale, checks.need(read, self.scale)).float()
-        weight.codes[rows] = checks.check_fp8("weight", codes) if self.code is torch.float8_e4m3fn else codes
+        if codes is not None:
+            weight.codes[rows] = checks.check_fp8("weight", codes) if self.code is torch.float8_e4m3fn else codes
         weight.scale[rows] = scale.reshape(-1) if self.per == "channel" else scale.reshape(())
         if weight.input_scale is not None:
             given = checks.check_scale(self.input_scale, checks.need(read, self.input_scale))
@@ -131,12 +132,15 @@ class BlockFormat:
         exact = (lambda: random_exponents(blocks, 114)) if self.powers else None
         typical = _SPREAD / _RMS[torch.float8_e4m3fn]
         scale = StoredPart(blocks, dtypes, (down, across), typical, also=(squeezed,), exact=exact)
-        return {"weight": StoredPart(shape, (torch.float8_e4m3fn,), (rows, columns)), self.scale: scale}
+        return {
+            "weight": StoredPart(shape, (torch.float8_e4m3fn,), (rows, columns), direct="codes"),
+            self.scale: scale,
+        }
 
     def place(self, read: Mapping[str, torch.Tensor], weight: QuantizedWeight, rows: slice) -> None:
         assert isinstance(weight, BlockScaledWeight)
         read = checks.on(weight.device, read)
-        codes, scale = checks.need(read, "weight"), checks.need(read, self.scale)
+        codes, scale = read.get("weight"), checks.need(read, self.scale)
         if scale.dim() == 4:
             scale = scale[:, 0, :, 0]
         if scale.dtype in checks.E8M0:
@@ -149,5 +153,6 @@ class BlockFormat:
             raise CheckpointError(f"{self.scale}: a part begins at output {start}, inside a block of {height} rows")
         blocks = slice(start // height, -(-stop // height))
         finer = scale.repeat_interleave(self.block[0] // height, 0)[: blocks.stop - blocks.start]
-        weight.codes[rows] = checks.check_fp8("weight", codes)
+        if codes is not None:
+            weight.codes[rows] = checks.check_fp8("weight", codes)
         weight.scale[blocks] = finer

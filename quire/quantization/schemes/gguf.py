@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import re
 from collections import Counter
@@ -17,6 +18,12 @@ _ONE_EXPERT = re.compile(r"\.experts\.\d+\.")
 _EXPERTS = re.compile(r"(.*\.experts)\.(gate|up|down)_proj")
 _REGROUPED = re.compile(r"\.query_key_value$")
 """Matrices whose rows the model regroups while loading: GPT-NeoX's."""
+
+
+@functools.cache
+def _say(message: str) -> None:
+    """Once: a file's scheme is made several times, for estimates and by every rank."""
+    logger.info("%s", message)
 
 
 class GGUFScheme:
@@ -42,7 +49,7 @@ class GGUFScheme:
         others = Counter(encoding for module, encoding in encodings.items() if module not in self._formats)
         if others:
             listed = ", ".join(f"{count} in {encoding}" for encoding, count in sorted(others.items()))
-            logger.info("tensors of the GGUF file that are dequantized while loading: %s", listed)
+            _say(f"tensors of the GGUF file that are dequantized while loading: {listed}")
 
     def format_of(self, module: str) -> GGUFFormat | None:
         """The module's format; None: it is dequantized."""

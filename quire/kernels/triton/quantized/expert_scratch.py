@@ -1,6 +1,6 @@
 """Experts in few bits, of very many tokens: the stack is dequantized, and multiplied as a 16-bit one.
 
-From about a hundred tokens an expert on, a tensor core waits for the dequantization of its tiles longer than it takes to
+From about a hundred tokens an expert on, tensor cores wait for the dequantization of tiles longer than it takes to
 write the whole stack in 16 bits once and read it again. One buffer serves both stacks of all layers: a layer's kernels
 run one after the other on one stream.
 """

@@ -9,6 +9,7 @@ import torch
 from quire.kernels.weights.base import QuantizedWeight
 from quire.kernels.weights.fp4 import Fp4Weight
 from quire.kernels.weights.grouped import GroupedWeight
+from quire.kernels.weights.packing import byte_span
 from quire.kernels.weights.scaled import BlockScaledWeight, ScaledWeight
 
 BLOCK_INPUTS = 128
@@ -21,8 +22,8 @@ class Stack:
 
     kind: str
     """`block`: 8-bit floats scaled by block, activations too; `row`: 8-bit codes scaled by output, activations by
-    token or by a fixed scale. Activations as they are: `int4`, `int8` (by group), `mxfp4`, `nvfp4`, `codes` (8-bit codes
-    scaled by output)."""
+    token or by a fixed scale. Activations as they are: `int4`, `int8` (by group), `mxfp4`, `nvfp4`, `codes` (8-bit
+    codes scaled by output)."""
     shape: tuple[int, int, int]
     dtype: torch.dtype
     """Of activations and results."""
@@ -66,9 +67,7 @@ def stack_of(weight: QuantizedWeight) -> Stack | None:
         return None
     count, outputs, inputs = weight.shape
     shape = count, outputs, inputs
-    if getattr(weight, "span", None) is not None or any(
-        not tensor.is_contiguous() for tensor in weight.tensors.values()
-    ):
+    if any(not tensor.is_contiguous() for tensor in weight.tensors.values()):
         return None
     if isinstance(weight, BlockScaledWeight):
         if weight.block[1] != BLOCK_INPUTS or inputs % 16:
@@ -80,9 +79,9 @@ def stack_of(weight: QuantizedWeight) -> Stack | None:
         kind = "codes" if weight.inputs == "none" else "row"
         return Stack(kind, shape, weight.dtype, weight.codes, weight.scale, input_scale=weight.input_scale)
     if isinstance(weight, GroupedWeight):
-        if weight.order is not None or not _is_group(weight.group, inputs):
+        if weight.span is not None or weight.order is not None or not _is_group(weight.group, inputs):
             return None
-        half = _half_span(inputs) if weight.bits == 4 else 0
+        half = byte_span(inputs) // 2 if weight.bits == 4 else 0
         if weight.bits == 4 and half < 16:
             return None
         return Stack(
@@ -90,19 +89,14 @@ def stack_of(weight: QuantizedWeight) -> Stack | None:
             group=weight.group, half=half,
         )  # fmt: skip
     if isinstance(weight, Fp4Weight):
-        half = _half_span(inputs)
-        if half < 16:
+        half = byte_span(inputs) // 2
+        if half < 16 or weight.span is not None:
             return None
         kind = "nvfp4" if weight.factor is not None else "mxfp4"
         return Stack(
             kind, shape, weight.dtype, weight.codes, weight.scale, factor=weight.factor, group=weight.group, half=half
         )
     return None
-
-
-def _half_span(inputs: int) -> int:
-    """Half the inputs whose 4-bit codes are packed together: byte j of such a span has inputs j and j + half."""
-    return next(span for span in (128, 64, 32, 16, 8, 4, 2) if inputs % span == 0) // 2
 
 
 def _is_group(group: int, inputs: int) -> bool:

@@ -47,8 +47,8 @@ def _input_of(byte, HALF: tl.constexpr):
 
 @triton.jit
 def _load_codes(at, ours, BYTES: tl.constexpr, BLOCK_B: tl.constexpr, CHUNKS: tl.constexpr):
-    """CHUNKS tiles [BLOCK_N, SLOTS, BLOCK_B] of codes, whose rows begin at `at` [BLOCK_N, SLOTS]; zeros past the end and
-    for absent experts."""
+    """CHUNKS tiles [BLOCK_N, SLOTS, BLOCK_B] of codes, whose rows begin at `at` [BLOCK_N, SLOTS]; zeros past the end
+    and for absent experts."""
     tiles = ()
     for chunk in tl.static_range(CHUNKS):
         byte = chunk * BLOCK_B + tl.arange(0, BLOCK_B)

@@ -49,6 +49,18 @@ class WordWeight(NamedTuple):
             "GROUPS": self.scale.shape[1],
         }  # fmt: skip
 
+    def to_meta(self) -> WordWeight:
+        """The same on the `meta` device: enough to compile for."""
+
+        def moved(tensor: torch.Tensor) -> torch.Tensor:
+            return torch.empty_like(tensor, device="meta")
+
+        optional = {
+            name: None if tensor is None else moved(tensor)
+            for name, tensor in (("zero", self.zero), ("minimum", self.minimum), ("factor", self.factor))
+        }
+        return self._replace(codes=moved(self.codes), scale=moved(self.scale), **optional)  # type: ignore[arg-type]
+
     @property
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
         """Arguments of every kernel."""
@@ -97,6 +109,8 @@ class WeightOnlyConfig:
     """Split-K: programs that share the inputs of a tile (`tile`)."""
     programs: int = 0
     """Persistent programs per multiprocessor (`tile`: stream-K); 0: one per tile."""
+    tiles: int = 1
+    """Tiles of a program, one after the other (`few`)."""
     early: bool = False
     """Whether dependents are launched before `gdc_wait` rather than after (`few`)."""
 

@@ -42,9 +42,32 @@ if INTERPRETED:
         return tl.dot(a, b, total, input_precision="ieee")
 
     @triton.jit
-    def open_stages(view, STAGES: tl.constexpr, FIELDS: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr):
-        """(tiles, barriers): shared memory for STAGES times FIELDS tiles of x [ROWS, WORDS]; `view` is x's descriptor."""
-        return 0, 0
+    def open_row(
+        CHUNKS: tl.constexpr, SLICES: tl.constexpr, FIELDS: tl.constexpr, WORDS: tl.constexpr, DTYPE: tl.constexpr
+    ):  # fmt: skip
+        """Shared memory for a row of CHUNKS chunks. Not in the interpreter."""
+        return 0
+
+    @triton.jit
+    def write_row(memory, chunk, values, LENGTH: tl.constexpr):
+        """Write a chunk of the row."""
+        return
+
+    @triton.jit
+    def read_row(
+        memory, chunk, FIELD: tl.constexpr, WORDS: tl.constexpr, SLICES: tl.constexpr, ROWS: tl.constexpr,
+        LAYOUT: tl.constexpr,
+    ):  # fmt: skip
+        """One field of a chunk's spans, one for each of SLICES warps, as [SLICES, WORDS, ROWS]: all rows the same."""
+        return
+
+    @triton.jit
+    def open_stages(view, words_view, STAGES: tl.constexpr, FIELDS: tl.constexpr):
+        """(tiles, words, barriers): shared memory for STAGES times FIELDS tiles of x and one of words.
+
+        The views are descriptors of x and of the weight's words.
+        """
+        return 0, 0, 0
 
     @triton.jit
     def close_stages(barriers, STAGES: tl.constexpr):
@@ -52,9 +75,18 @@ if INTERPRETED:
         return
 
     @triton.jit
-    def fill_stage(view, tiles, barriers, stage, row, k, wanted, FIELDS: tl.constexpr, WORDS: tl.constexpr):
-        """Begin to load FIELDS tiles of x from (row, k) on into a stage that no thread reads, if `wanted`."""
+    def fill_stage(
+        view, words_view, tiles, words, barriers, stage, row, output, span, wanted,
+        FIELDS: tl.constexpr, WORDS: tl.constexpr, PAIRED: tl.constexpr,
+    ):  # fmt: skip
+        """Begin to load a span of x from `row` on and of the weight from `output` on, if `wanted`, into a stage that no
+        thread reads. PAIRED: eight lines of `output` and eight of its other half alternate."""
         return
+
+    @triton.jit
+    def read_words(words, stage, word, span, WORDS: tl.constexpr, SHAPE: tl.constexpr, LAYOUT: tl.constexpr):
+        """A stage's words; in the interpreter those of `span`, where those of the first one lie at `word`."""
+        return tl.load(word + span * WORDS)
 
     @triton.jit
     def await_stage(barriers, stage, phase):
@@ -73,9 +105,12 @@ if INTERPRETED:
         return tl.dot(a, tile.T, total, input_precision="ieee")
 
     @triton.jit
-    def finish_products(total, operands):
-        """The total of all products begun; until then their operands must be kept."""
-        return total
+    def finish_products(total, operands, following):
+        """(the total of all products begun, following): waits for them; until then their operands must be kept.
+
+        `following` has been computed before the wait, while the products run.
+        """
+        return total, following
 
     @triton.jit
     def synchronize():
@@ -114,12 +149,33 @@ else:
         return mma_v2(a, b, total)
 
     @gluon.jit
-    def open_stages(view, STAGES: gl.constexpr, FIELDS: gl.constexpr, ROWS: gl.constexpr, WORDS: gl.constexpr):
-        tiles = gl.allocate_shared_memory(view.dtype, [STAGES * FIELDS, ROWS, WORDS], view.layout)
+    def open_row(
+        CHUNKS: gl.constexpr, SLICES: gl.constexpr, FIELDS: gl.constexpr, WORDS: gl.constexpr, DTYPE: gl.constexpr
+    ):  # fmt: skip
+        layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+        return gl.allocate_shared_memory(DTYPE, [CHUNKS, SLICES, FIELDS, WORDS], layout)
+
+    @gluon.jit
+    def write_row(memory, chunk, values, LENGTH: gl.constexpr):
+        memory.index(chunk).reshape([LENGTH]).store(values)
+
+    @gluon.jit
+    def read_row(
+        memory, chunk, FIELD: gl.constexpr, WORDS: gl.constexpr, SLICES: gl.constexpr, ROWS: gl.constexpr,
+        LAYOUT: gl.constexpr,
+    ):  # fmt: skip
+        field = memory.index(chunk).slice(FIELD, 1, dim=1).permute((0, 2, 1)).load(LAYOUT)
+        return tl.broadcast_to(field, (SLICES, WORDS, ROWS))
+
+    @gluon.jit
+    def open_stages(view, words_view, STAGES: gl.constexpr, FIELDS: gl.constexpr):
+        tiles = gl.allocate_shared_memory(view.dtype, [STAGES * FIELDS] + view.block_shape, view.layout)  # noqa: RUF005
+        shape: gl.constexpr = [STAGES] + words_view.block_shape  # noqa: RUF005
+        words = gl.allocate_shared_memory(words_view.dtype, shape, words_view.layout)
         barriers = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
         for stage in gl.static_range(STAGES):
             mbarrier.init(barriers.index(stage), count=1)
-        return tiles, barriers
+        return tiles, words, barriers
 
     @gluon.jit
     def close_stages(barriers, STAGES: gl.constexpr):
@@ -127,12 +183,24 @@ else:
             mbarrier.invalidate(barriers.index(stage))
 
     @gluon.jit
-    def fill_stage(view, tiles, barriers, stage, row, k, wanted, FIELDS: gl.constexpr, WORDS: gl.constexpr):
+    def fill_stage(
+        view, words_view, tiles, words, barriers, stage, row, output, span, wanted,
+        FIELDS: gl.constexpr, WORDS: gl.constexpr, PAIRED: gl.constexpr,
+    ):  # fmt: skip
         barrier = barriers.index(stage)
-        mbarrier.expect(barrier, FIELDS * view.block_type.nbytes, pred=wanted)
+        mbarrier.expect(barrier, FIELDS * view.block_type.nbytes + words_view.block_type.nbytes, pred=wanted)
+        if PAIRED:
+            at = [output // 8, 0, 0, span * WORDS]
+        else:
+            at = [output, span * WORDS]
+        tma.async_copy_global_to_shared(words_view, at, barrier, words.index(stage), pred=wanted)
         for field in gl.static_range(FIELDS):
-            at = [row, k + field * WORDS]
-            tma.async_copy_global_to_shared(view, at, barrier, tiles.index(stage * FIELDS + field), pred=wanted)
+            place = [row, (span * FIELDS + field) * WORDS]
+            tma.async_copy_global_to_shared(view, place, barrier, tiles.index(stage * FIELDS + field), pred=wanted)
+
+    @gluon.jit
+    def read_words(words, stage, word, span, WORDS: gl.constexpr, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
+        return words.index(stage).reshape(SHAPE).load(LAYOUT)
 
     @gluon.jit
     def await_stage(barriers, stage, phase):
@@ -146,8 +214,9 @@ else:
         return warpgroup_mma(a, tiles.index(stage * FIELDS + FIELD).permute((1, 0)), total, is_async=True)
 
     @gluon.jit
-    def finish_products(total, operands):
-        return warpgroup_mma_wait(0, deps=(total,) + operands)[0]  # noqa: RUF005
+    def finish_products(total, operands, following):
+        kept = warpgroup_mma_wait(0, deps=(total,) + operands + following)  # noqa: RUF005
+        return kept[0], kept[1 + len(operands) :]
 
     @gluon.jit
     def synchronize():
@@ -167,10 +236,11 @@ class BatchLayouts(NamedTuple):
     slice_b: Any
     input_b: Any
     row_b: Any
+    b: Any
     total: Any
     """[s, outputs, rows]."""
     line: Any
-    """Of a vector, 8 consecutive values a thread."""
+    """Of a vector of one span a warp."""
     output_y: Any
     """Of arange over outputs, to be indexed [:, None], beside [outputs, rows] as stored."""
     row_y: Any
@@ -178,10 +248,10 @@ class BatchLayouts(NamedTuple):
 
 
 @functools.cache
-def batch_layouts(warps: int, words: int, rows: int) -> BatchLayouts:
+def batch_layouts(warps: int, words: int, span: int, rows: int) -> BatchLayouts:
     """Layouts for tiles of `words` inputs; a thread holds words / 4 of an output, in runs of words / 8."""
     if INTERPRETED:
-        return BatchLayouts(*[None] * 11)
+        return BatchLayouts(*[None] * 12)
     total = gl.NVMMADistributedLayout([2, 0], [warps, 1, 1], [1, 16, 8])
     a = gl.DotOperandLayout(0, total, words // 8)
     b = gl.DotOperandLayout(1, total, words // 8)
@@ -193,8 +263,9 @@ def batch_layouts(warps: int, words: int, rows: int) -> BatchLayouts:
         slice_b=gl.SliceLayout(1, gl.SliceLayout(2, b)),
         input_b=gl.SliceLayout(0, gl.SliceLayout(2, b)),
         row_b=gl.SliceLayout(0, gl.SliceLayout(1, b)),
+        b=b,
         total=total,
-        line=gl.BlockedLayout([8], [32], [warps], [0]),
+        line=gl.BlockedLayout([max(span // 32, 1)], [32], [warps], [0]),
         output_y=gl.SliceLayout(1, y),
         row_y=gl.SliceLayout(0, y),
         y=y,
@@ -204,6 +275,7 @@ def batch_layouts(warps: int, words: int, rows: int) -> BatchLayouts:
 class TileLayouts(NamedTuple):
     """Layouts of `multiply_stage`: a [outputs, inputs] in registers, x in shared memory."""
 
+    a: Any
     output_a: Any
     """Of arange over outputs, to be indexed [:, None], beside `a`."""
     input_a: Any
@@ -223,12 +295,13 @@ class TileLayouts(NamedTuple):
 def tile_layouts(warps: int, rows: int, outputs: int) -> TileLayouts:
     """Layouts for tiles of `rows` rows, of which `outputs` outputs are stored."""
     if INTERPRETED:
-        return TileLayouts(*[None] * 8)
+        return TileLayouts(*[None] * 9)
     total = gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, rows, 16])
     a = gl.DotOperandLayout(0, total, 2)
     across = min(outputs // 8, 32)
     y = gl.BlockedLayout([8, 1], [across, 32 // across], [1, warps], [0, 1])
     return TileLayouts(
+        a=a,
         output_a=gl.SliceLayout(1, a),
         input_a=gl.SliceLayout(0, a),
         total=total,
@@ -246,3 +319,15 @@ def tile_descriptor(x: Any, rows: int, words: int) -> Any:
         return None
     kind = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[x.dtype]
     return TensorDescriptor.from_tensor(x, [rows, words], gl.NVMMASharedLayout.get_default_for([rows, words], kind))
+
+
+def words_descriptor(codes: Any, outputs: int, words: int, paired: bool) -> Any:
+    """Codes int16 [out, words of a row] for TMA, in tiles of `outputs` lines; paired: eight lines of the first half and
+    eight of the second alternate."""
+    if INTERPRETED:
+        return None
+    block = [outputs // 16, 2, 8, words] if paired else [outputs, words]
+    if paired:
+        lines, width = codes.shape
+        codes = codes.as_strided((lines // 16, 2, 8, width), (8 * width, lines // 2 * width, width, 1))
+    return TensorDescriptor.from_tensor(codes, block, gl.NVMMASharedLayout.get_default_for(block, gl.int16))

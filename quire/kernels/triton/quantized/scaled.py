@@ -10,9 +10,11 @@ and `tile`; past a few hundred rows the weight is dequantized into a temporary, 
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import triton
@@ -20,15 +22,19 @@ import triton.language as tl
 
 from quire.kernels.triton.launch import INTERPRETED, gdc_launch_dependents, gdc_wait, pdl
 from quire.kernels.triton.quantized.base import QuantizedProducts
-from quire.kernels.triton.quantized.w8.activations import MAX_WIDTH, Codes, quantize_launch
+from quire.kernels.triton.quantized.w8.activations import MAX_WIDTH, Codes, quantize, quantize_launch
 from quire.kernels.triton.quantized.w8.choice import INVARIANT, choose
 from quire.kernels.triton.quantized.w8.large import large_launch
+from quire.kernels.triton.quantized.w8.specialized import specialized_launch
 from quire.kernels.triton.quantized.w8.tile import CodedGemm, tile_launch
 from quire.kernels.triton.quantized.w8.vector import VectorGemm, vector_launch
 from quire.kernels.triton.skinny_gemm.common import GemmConfig, GemmLaunch
-from quire.kernels.triton.skinny_gemm.gemm import _specialization
 from quire.kernels.triton.tuning_table import bucket_of
 from quire.kernels.weights.scaled import BlockScaledWeight, ScaledWeight
+
+log = logging.getLogger(__name__)
+
+_LAUNCHES = {"tile": tile_launch, "large": large_launch, "specialized": specialized_launch}
 
 Weight: TypeAlias = ScaledWeight | BlockScaledWeight
 
@@ -39,6 +45,10 @@ FUSED_ADD_MIN_ROWS = 128
 nothing where the norm is computed."""
 DEQUANTIZED_MIN_ROWS = 257
 """From this many rows on a weight whose activations are not quantized is dequantized as a whole."""
+LIBRARY_MIN_ROWS = 192
+"""From this many rows on a weight in blocks is multiplied by cuBLASLt, where it can."""
+LIBRARY_MULTIPLE = 16
+"""Rows of a product by cuBLASLt are padded to a multiple of this."""
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096, 16384)
 """Rows: a configuration serves those up to a bucket."""
 
@@ -114,6 +124,8 @@ class ScaledProducts(QuantizedProducts):
         if not (vector and self._is_supported(read, weight) and (carried is None or carried.stride(-1) == 1)):
             return super().norm_linear(x, residual, gain, eps, weight, bias, gated)
         product = Product(silu=gated, bias=bias, gain=gain, eps=eps, residual=carried)
+        if self._uses_library(read, weight):
+            return self._library_product(read, weight, product), read if carried is None else carried
         launches, stream = self._norm_launches(read, weight, product)
         return run(launches), stream
 
@@ -121,6 +133,8 @@ class ScaledProducts(QuantizedProducts):
         self, weight: Weight, normed: bool, gated: bool, bias: bool, max_rows: int
     ) -> Sequence[PendingKernel]:
         found: dict[str, PendingKernel] = {}
+        if isinstance(weight, BlockScaledWeight):
+            has_block_library()  # tried before a graph is captured
         held = weight.with_tensors({name: _meta(tensor) for name, tensor in weight.tensors.items()}, weight.shape)
         for rows in (rows for rows in BUCKETS if rows < 2 * max_rows):
             for launch in self._all_launches(rows, held, normed, gated, bias):
@@ -159,6 +173,7 @@ class ScaledProducts(QuantizedProducts):
             and weight.codes.is_contiguous()
             and x.shape[1] % 16 == 0
             and x.shape[1] <= MAX_WIDTH
+            and (weight.codes.dtype is torch.int8 or has_float8())
             and (isinstance(weight, ScaledWeight) or weight.block[1] == INVARIANT.block_k)
         )
 
@@ -166,10 +181,38 @@ class ScaledProducts(QuantizedProducts):
         if not self._is_supported(x, weight):
             assert not product.silu and product.stream is None
             return weight.linear(x, product.bias)
+        if self._uses_library(x, weight):
+            return self._library_product(x, weight, product)
         if not _quantizes(weight) and len(x) >= DEQUANTIZED_MIN_ROWS and not self.invariant:
             values = run([dequantize_launch(weight)])
             return (self.ops.gated_linear if product.silu else self.ops.linear)(x, values, product.bias)
         return run(self._launches(x, weight, product))
+
+    def _uses_library(self, x: torch.Tensor, weight: Weight) -> bool:
+        return (
+            isinstance(weight, BlockScaledWeight)
+            and len(x) >= LIBRARY_MIN_ROWS
+            and not self.invariant
+            and not x.is_meta
+            and weight.block == (128, 128)
+            and all(size % 128 == 0 for size in weight.shape)
+            and weight.scale.shape[1] % 4 == 0  # the library's alignment of scales
+            and weight.scale.is_contiguous()
+            and has_block_library()
+        )
+
+    def _library_product(self, x: torch.Tensor, weight: Weight, product: Product) -> torch.Tensor:
+        launch, codes = quantize_launch(
+            x, weight.codes.dtype, None, 128,
+            gain=product.gain, eps=product.eps, residual=product.residual, multiple=LIBRARY_MULTIPLE,
+        )  # fmt: skip
+        run([launch])
+        out = _library_linear(codes, weight.codes, weight.scale, x.dtype)[: len(x)]
+        if product.bias is not None:
+            out += product.bias
+        if product.silu:
+            return self.ops.silu_mul(out)
+        return out if product.stream is None else product.stream.add_(out)
 
     def _norm_launches(
         self, x: torch.Tensor, weight: Weight, product: Product
@@ -200,7 +243,7 @@ class ScaledProducts(QuantizedProducts):
             )  # fmt: skip
             before.append(launch)
         gemm = CodedGemm(codes, weight.codes, weight.scale, x.dtype, product.bias, product.silu, product.stream, block)
-        return [*before, (tile_launch if config.kernel == "tile" else large_launch)(gemm, config)]
+        return [*before, _LAUNCHES[config.kernel](gemm, config)]
 
     def _config(self, x: torch.Tensor, weight: Weight, silu: bool) -> GemmConfig:
         if self.invariant:
@@ -209,9 +252,39 @@ class ScaledProducts(QuantizedProducts):
         blocked = isinstance(weight, BlockScaledWeight)
         rows = bucket_of(x.shape[0], BUCKETS) or BUCKETS[-1]
         config = choose(rows, outputs, depth, silu, weight.codes.dtype, blocked, _quantizes(weight))
-        if config.kernel == "large" and outputs // (2 if silu else 1) * x.element_size() % 16:
+        if config.kernel in ("large", "specialized") and outputs // (2 if silu else 1) * x.element_size() % 16:
             return INVARIANT  # TMA stores rows of a multiple of 16 bytes
         return config
+
+
+@functools.cache
+def has_float8() -> bool:
+    """Whether the current device converts and multiplies float8."""
+    return INTERPRETED or not torch.cuda.is_available() or torch.cuda.get_device_capability() >= (8, 9)
+
+
+def _library_linear(codes: Codes, weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A product in blocks of 128 by cuBLASLt."""
+    assert codes.scale is not None
+    return torch._scaled_mm(codes.codes, weight.t(), codes.scale.t(), scale.t(), out_dtype=dtype)
+
+
+@functools.cache
+def has_block_library() -> bool:
+    """Whether this torch and this device multiply codes with scales per block (CUDA 12.9, Hopper), tried once."""
+    if INTERPRETED or not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0):
+        return False
+    generator = torch.Generator("cuda").manual_seed(0)
+    x = torch.randn(64, 512, device="cuda", generator=generator).bfloat16()
+    codes = torch.randn(256, 512, device="cuda", generator=generator).to(torch.float8_e4m3fn)
+    weight = BlockScaledWeight(codes, torch.rand(2, 4, device="cuda", generator=generator), x.dtype, (128, 128))
+    try:
+        found = _library_linear(quantize(x, group=128), weight.codes, weight.scale, x.dtype)
+    except RuntimeError as error:
+        log.info("cuBLASLt does not multiply with scales per block here: %s", error)
+        return False
+    expected = weight.linear(x).float()
+    return bool((found.float() - expected).norm() < 1e-2 * expected.norm())
 
 
 def run(launches: Sequence[GemmLaunch]) -> torch.Tensor:
@@ -267,3 +340,12 @@ def _key(launch: GemmLaunch) -> str:
         for name, value in zip(launch.kernel.arg_names, launch.arguments, strict=False)
     ]
     return f"{launch.kernel.__name__} {signature} {sorted(launch.constants.items())}"
+
+
+def _specialization(argument: Any) -> object:
+    """What Triton specializes a kernel on in an argument."""
+    if isinstance(argument, torch.Tensor):
+        return argument.dtype
+    if hasattr(argument, "block_shape"):  # a TMA descriptor, of Triton or of Gluon
+        return argument.base.dtype, tuple(argument.block_shape)
+    return argument % 16 == 0 if isinstance(argument, int) else str(type(argument))

@@ -8,7 +8,7 @@ Bytes: codes, scales and zeros once per block_m rows, the input once per program
 and row on tensor cores; about 2 instructions per weight and block_m rows.
 """
 
-# ruff: noqa: N803, N806
+# ruff: noqa: N803, N806, RUF005, SIM102  # Triton's names; its tuples grow by `+` alone; constexpr conditions
 # mypy: disable-error-code="assignment"
 
 from __future__ import annotations
@@ -32,12 +32,14 @@ from quire.kernels.triton.quantized.layouts import (
     layout_jit,
     multiply_stage,
     open_stages,
+    read_words,
     synchronize,
     tile_descriptor,
     tile_layouts,
+    words_descriptor,
     zeros,
 )
-from quire.kernels.triton.quantized.words import offset_of, scale_of, split, value
+from quire.kernels.triton.quantized.words import offset_of, scale_of, split, unit, value
 from quire.kernels.triton.skinny_gemm.common import finish
 from quire.kernels.triton.skinny_gemm.tile import MAX_SHARED_TILES, _arrivals, _first_iteration, _owner
 
@@ -95,7 +97,7 @@ def _weights(
     offset = offset_of(groups[INDEX], zero, minimum, FORMAT, DTYPE)
     if offset is not None:
         offset = offset[:, None]
-    return value(fields[FIELD], scale, offset, MINIMUM, FORMAT, DTYPE)
+    return value(fields[FIELD], scale, offset, FIELD, MINIMUM, FORMAT, DTYPE)
 
 
 @triton.jit
@@ -115,11 +117,11 @@ def _decode(
 
 
 @triton.jit
-def _sum_parts(parts, mine, at, tile, first, last, steps, work, programs, SIZE: tl.constexpr):
-    """The sum of the parts of a tile that programs first to last wrote, in their order; `mine` has the total's shape."""
-    total = mine * 0.0
-    for program in tl.range(first, last + 1, num_stages=1):
-        # From L2: L1 is not coherent with what other multiprocessors wrote.
+def _sum_parts(parts, at, tile, first, last, steps, work, programs, SIZE: tl.constexpr):
+    """The sum of the parts of a tile that programs first to last wrote, in their order."""
+    # From L2: L1 is not coherent with what other multiprocessors wrote.
+    total = tl.load(parts + _slot(first, tile, steps, work, programs) * SIZE + at, cache_modifier=".cg")
+    for program in tl.range(first + 1, last + 1, num_stages=1):
         total += tl.load(parts + _slot(program, tile, steps, work, programs) * SIZE + at, cache_modifier=".cg")
     return total
 
@@ -133,11 +135,13 @@ def _slot(program, tile, steps, work, programs):
 
 @layout_jit(do_not_specialize=["rows"])
 def _tile(
-    x, view, codes, scale, zero, minimum, factor, bias, y, parts, arrivals, rows, N,
+    x, view, words_view, codes, scale, zero, minimum, factor, bias, y, parts, arrivals, rows, N,
     K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, FORMAT: tl.constexpr,
     FIELDS: tl.constexpr, WORDS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, SILU: tl.constexpr,
     LAYOUTS: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    A: tl.constexpr = LAYOUTS.a
+    SHAPE: tl.constexpr = [BLOCK_N, WORDS]
     OUTPUT_A: tl.constexpr = LAYOUTS.output_a
     INPUT_A: tl.constexpr = LAYOUTS.input_a
     TOTAL: tl.constexpr = LAYOUTS.total
@@ -182,50 +186,57 @@ def _tile(
             factors = tl.load(factor + lines)
         word = codes + lines[:, None] * WIDTH + arange(0, WORDS, INPUT_A)[None, :]
         groups = lines * GROUPS
-        words = tl.load(word + low * WORDS)
+        # Two spans ahead: the compiler does not pipeline loads this narrow.
         loaded = _load_groups(scale, zero, minimum, groups, low, GROUPS, GROUP, SPAN)
+        later = _load_groups(scale, zero, minimum, groups, tl.minimum(low + 1, high - 1), GROUPS, GROUP, SPAN)
         if PDL:
             if tile == begin // steps:
                 # Not past the end of the row: for the last row that is the end of memory.
-                next_word = tl.minimum(low * WORDS + WORDS, WIDTH - PREFETCH)
-                prefetch_span(codes + lines * WIDTH + next_word, PREFETCH)
+                prefetch_span(codes + lines * WIDTH + tl.minimum(low * WORDS, WIDTH - PREFETCH), PREFETCH)
                 gdc_wait()
                 gdc_launch_dependents()
-        tiles, barriers = open_stages(view, STAGES, FIELDS, BLOCK_M, WORDS)
+        tiles, stages, barriers = open_stages(view, words_view, STAGES, FIELDS)
         synchronize()
         for stage in tl.static_range(STAGES):
-            k = (low + stage) * SPAN
-            fill_stage(view, tiles, barriers, stage, row, k, low + stage < high, FIELDS, WORDS)
+            fill_stage(
+                view, words_view, tiles, stages, barriers, stage, row, output, low + stage, low + stage < high,
+                FIELDS, WORDS, SILU,
+            )  # fmt: skip
+        await_stage(barriers, 0, 0)
+        words = read_words(stages, 0, word, low, WORDS, SHAPE, A)
         numbers = _decode(words, loaded, factors, FORMAT, FIELDS, WORDS, GROUP, MINIMUM, DTYPE)
-        ahead = tl.minimum(low + 1, high - 1)
-        words = tl.load(word + ahead * WORDS)
-        loaded = _load_groups(scale, zero, minimum, groups, ahead, GROUPS, GROUP, SPAN)
         total = zeros([BLOCK_N, BLOCK_M], TOTAL)
         stage = 0
         phase = 0
         for span in range(low, high):
-            await_stage(barriers, stage, phase)
             sums = total
             for field in tl.static_range(FIELDS):
                 sums = multiply_stage(
                     numbers[field], tiles, stage, sums, x, row, span * SPAN, rows, field, FIELDS, K, BLOCK_M, WORDS
                 )
-            # While tensor cores multiply: the stage before this one, which all threads have read, is filled again, the
-            # next span's codes become numbers, and those after it are loaded.
-            synchronize()
-            k = (span - 1 + STAGES) * SPAN
-            wanted = (span > low) & (span - 1 + STAGES < high)
-            fill_stage(view, tiles, barriers, (stage + STAGES - 1) % STAGES, row, k, wanted, FIELDS, WORDS)
-            following = _decode(words, loaded, factors, FORMAT, FIELDS, WORDS, GROUP, MINIMUM, DTYPE)
-            ahead = tl.minimum(span + 2, high - 1)
-            words = tl.load(word + ahead * WORDS)
-            loaded = _load_groups(scale, zero, minimum, groups, ahead, GROUPS, GROUP, SPAN)
-            total = finish_products(sums, numbers)
-            numbers = following
+            # While tensor cores multiply: the next span's codes become numbers, and the stage before this one, which
+            # all threads have read, is filled again.
+            loaded = later
+            later = _load_groups(
+                scale, zero, minimum, groups, tl.minimum(span + 2, high - 1), GROUPS, GROUP, SPAN
+            )  # fmt: skip
+            before = (stage + STAGES - 1) % STAGES
             stage += 1
             if stage == STAGES:
                 stage = 0
                 phase ^= 1
+            following = tl.minimum(span + 1, high - 1)
+            if span + 1 < high:
+                await_stage(barriers, stage, phase)
+            words = read_words(stages, stage, word, following, WORDS, SHAPE, A)
+            decoded = _decode(words, loaded, factors, FORMAT, FIELDS, WORDS, GROUP, MINIMUM, DTYPE)
+            if (span > low) & (span - 1 + STAGES < high):
+                synchronize()
+                fill_stage(
+                    view, words_view, tiles, stages, barriers, before, row, output, span - 1 + STAGES, True,
+                    FIELDS, WORDS, SILU,
+                )  # fmt: skip
+            total, numbers = finish_products(sums, numbers, decoded)
         synchronize()
         close_stages(barriers, STAGES)
         whole = True
@@ -239,9 +250,10 @@ def _tile(
                 synchronize()
                 whole = tl.atomic_add(arrivals + tile, 1, sem="acq_rel") == last - first
                 if whole:
-                    total = _sum_parts(parts, total, place, tile, first, last, steps, work, programs, SIZE)
+                    total = _sum_parts(parts, place, tile, first, last, steps, work, programs, SIZE)
                     tl.store(arrivals + tile, 0)
         if whole:
+            total *= unit(FORMAT, DTYPE)
             up = total
             out = total
             if SILU:
@@ -261,6 +273,9 @@ def tile_launch(gemm: WeightOnlyGemm, config: WeightOnlyConfig) -> WeightOnlyLau
     """The launch of a GEMM of any number of rows, without a norm."""
     if gemm.gain is not None:
         raise ValueError(f"{config}: no norm is fused into this kernel")
+    if config.depth < 3:
+        # A stage is filled in the step before it is waited for.
+        raise ValueError(f"{config}: fewer than 3 stages")
     out = gemm.new_output()
     weight, rows, outputs = gemm.weight, gemm.rows, out.shape[1]
     tiles = triton.cdiv(rows, config.block_m) * triton.cdiv(outputs, config.block_n // (2 if gemm.silu else 1))
@@ -273,7 +288,8 @@ def tile_launch(gemm: WeightOnlyGemm, config: WeightOnlyConfig) -> WeightOnlyLau
         parts = out.new_empty(slots * config.block_n * config.block_m, dtype=torch.float32)
         arrivals = _arrivals(out.device)
     view = tile_descriptor(gemm.x, config.block_m, weight.words)
-    arguments = (gemm.x, view, *weight.tensors, gemm.bias, out, parts, arrivals, rows, outputs)
+    words_view = words_descriptor(weight.codes, config.block_n, weight.words, gemm.silu)
+    arguments = (gemm.x, view, words_view, *weight.tensors, gemm.bias, out, parts, arrivals, rows, outputs)
     constants = weight.constants | _constants(config, weight.inputs // weight.fields, gemm.silu)
     return WeightOnlyLaunch(_tile, programs, arguments, constants, out)
 

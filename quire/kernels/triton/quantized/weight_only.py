@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Hashable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -33,16 +34,15 @@ from quire.kernels.weights.grouped import GroupedWeight
 
 USE_KERNELS = not INTERPRETED
 """Whether products run our kernels. Off in the interpreter, which takes seconds for each; tests enable it."""
-BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
+BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 """Rows that kernels are chosen for. More rows dequantize the matrix and leave the product to cuBLAS."""
-TILES = {
-    16: (64, 16, 4, 4),
-    32: (64, 32, 4, 4),
-    64: (128, 64, 8, 4),
-    128: (128, 128, 8, 4),
-    256: (128, 256, 8, 3),
-}
-"""(outputs, rows, warps, stages) of `tile`, by rows."""
+TILES = {16: (128, 4, 8), 32: (64, 4, 8), 64: (64, 4, 5), 128: (64, 4, 6), 256: (128, 8, 3)}
+"""(outputs, warps, stages) of `tile`, by rows."""
+TALL_TILES = TILES | {32: (128, 4, 6), 128: (64, 4, 3)}
+"""The same for weights of at least MANY_OUTPUTS outputs."""
+DEEP = 64
+"""Spans of inputs from which on a weight is deep: more programs share its inputs."""
+MANY_OUTPUTS = 16384
 INVARIANT = WeightOnlyConfig("tile", block_n=128, block_m=64, warps=8, depth=4)
 """Batch-invariant: one tile shape, whole sums, for any number of rows."""
 
@@ -69,22 +69,27 @@ def compile_gemm(gemm: WeightOnlyGemm, config: WeightOnlyConfig) -> None:
 
 @functools.cache
 def choose(outputs: int, spans: int, rows: int) -> WeightOnlyConfig:
-    """The kernel for a GEMM of `rows` rows with a weight of so many outputs, and spans of inputs."""
+    """The kernel for a GEMM of `rows` rows with a weight of so many outputs, and spans of inputs.
+
+    Measured for Llama-3.1-8B's matrices with benchmarks/gpu/weight_only_gemm.py on an H200; other shapes take what is
+    nearest.
+    """
     bucket = bucket_of(rows, BUCKETS)
-    if bucket is None:
+    is_tall, is_deep = outputs >= MANY_OUTPUTS, spans > DEEP
+    if bucket is None or bucket > 256 or (bucket == 256 and not is_tall):
         return WeightOnlyConfig("dequantize")
-    warps = 4 if spans <= 4 * few_rows.MAX_CHUNKS // 4 else 8
-    if bucket <= few_rows.MAX_ROWS and spans <= warps * few_rows.MAX_CHUNKS:
-        return WeightOnlyConfig("few", 16, 8 if bucket <= 8 else 16, warps, 8)
-    block_n, block_m, warps, stages = TILES[min(max(bucket, 16), 256)]
-    config = WeightOnlyConfig("tile", block_n, block_m, warps, stages)
-    tiles = triton.cdiv(outputs, block_n) * triton.cdiv(bucket, block_m)
-    sms = num_sms()
-    if 2 * tiles <= sms:
-        return WeightOnlyConfig("tile", block_n, block_m, warps, stages, split=min(sms // tiles, spans))
-    if tiles % sms == 0 or tiles > 16 * sms:
-        return config
-    return WeightOnlyConfig("tile", block_n, block_m, warps, stages, programs=1 if block_m > 64 else 2)
+    if bucket <= few_rows.MAX_ROWS and spans <= 8 * few_rows.MAX_CHUNKS and not (bucket == 16 and (is_tall or is_deep)):
+        block_n = 32 if bucket == 8 and is_tall else 16
+        depth = 6 if is_deep else 4 if outputs > 4096 or bucket == 16 else 8
+        return WeightOnlyConfig("few", block_n, max(bucket, 8), 8 if is_deep else 4, depth)
+    block_n, warps, stages = (TALL_TILES if is_tall else TILES)[max(bucket, 16)]
+    config = WeightOnlyConfig("tile", block_n, max(bucket, 16), warps, stages)
+    tiles = triton.cdiv(outputs, block_n)
+    if tiles > num_sms():
+        # Stream-K where the last round of tiles would leave most multiprocessors idle.
+        return config if bucket in (32, 256) else replace(config, programs=2)
+    split = {16: 8, 128: 2}.get(bucket, 4) if is_deep else 1 if bucket == 128 and tiles > num_sms() // 2 else 2
+    return replace(config, split=max(1, min(split, spans // 4)))
 
 
 class WeightOnlyKernel(NamedTuple):
@@ -207,13 +212,7 @@ class WeightOnlyProducts(QuantizedProducts):
         words = self._words(weight.scale.new_empty(1, weight.shape[1], dtype=weight.dtype, device="meta"), weight)
         if words is None:
             return []
-        meta = words._replace(
-            **{
-                name: None if tensor is None else torch.empty_like(tensor, device="meta")
-                for name, tensor in words._asdict().items()
-                if tensor is None or isinstance(tensor, torch.Tensor)
-            }
-        )
+        meta = words.to_meta()
         kernels: dict[Hashable, WeightOnlyKernel] = {}
         for rows in [rows for rows in (*BUCKETS, 2 * BUCKETS[-1]) if rows < 2 * max_rows]:
             config = self._config(words, rows)

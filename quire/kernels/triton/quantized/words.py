@@ -1,15 +1,19 @@
 """Inside kernels: words of 4- or 8-bit codes (`kernels/weights/packing.py`) into numbers of the activations' dtype.
 
 A weight matrix at memory speed is 37 4-bit weights a clock and multiprocessor on an H200, and 128 instructions are
-issued in that time: a weight may take three. Conversion of integers runs at 16 a clock. So numbers are made of bits:
-0x4300 is 128 in bfloat16, whose last mantissa bit counts 1, and 0x4300 | q is 128 + q. Subtracting 128 + zero is exact,
-and the product with the scale rounds once. A register holds two words and becomes two numbers of each field: 4 LOP, 3
-shifts, 4 subtractions and 4 products for 8 weights.
+issued in that time: a weight may take three. Conversion of integers runs at 16 a clock. So numbers are made of bits.
+A bfloat16 whose upper byte is 0 is its lower byte times 2^-133: subnormal up to 127, and the first normal ones continue
+the line. So the fields of a register's two words are masked, and one multiply-add, exact, makes (code - zero) / 128 of
+two: 2 operations for the fields in lower bytes, one shift more for those in upper bytes. The product with the scale
+rounds once. Numbers are 1 / 128 of the weights then, which is made good in the sum (`UNIT`). In float16 0x6400 | code
+is 1024 + code, and subtracting 1024 + zero is exact.
 
 The interpreter knows no assembly; there the same numbers are computed in float32.
 """
 
-# ruff: noqa: N803, N806
+# ruff: noqa: N803, N806, SIM109, SIM300  # Triton's names; constexprs are upper-case
+
+# mypy: disable-error-code="assignment"
 
 from __future__ import annotations
 
@@ -25,9 +29,17 @@ INT8 = tl.constexpr("int8")
 MXFP4 = tl.constexpr("mxfp4")
 NVFP4 = tl.constexpr("nvfp4")
 
-_SPLIT_INT4 = tl.constexpr(
+_SPLIT_INT4_BF16 = tl.constexpr(
+    """{ .reg .b32 w;
+    and.b32 $0, $4, 0x000f000f;
+    and.b32 $1, $4, 0x00f000f0;
+    shr.u32 w, $4, 8;
+    and.b32 $2, w, 0x000f000f;
+    and.b32 $3, w, 0x00f000f0; }"""
+)
+_SPLIT_INT4_F16 = tl.constexpr(
     """{ .reg .b32 w, m;
-    mov.b32 m, MAGIC;
+    mov.b32 m, 0x64006400;
     lop3.b32 $0, $4, 0x000f000f, m, 0xea;
     shr.u32 w, $4, 4;
     lop3.b32 $1, w, 0x000f000f, m, 0xea;
@@ -36,17 +48,27 @@ _SPLIT_INT4 = tl.constexpr(
     shr.u32 w, $4, 12;
     lop3.b32 $3, w, 0x000f000f, m, 0xea; }"""
 )
-_SPLIT_INT4_BF16 = tl.constexpr(_SPLIT_INT4.value.replace("MAGIC", "0x43004300"))
-_SPLIT_INT4_F16 = tl.constexpr(_SPLIT_INT4.value.replace("MAGIC", "0x64006400"))
-_SPLIT_INT8 = tl.constexpr(
-    """{ .reg .b32 m;
-    mov.b32 m, 0x4b000000;
-    prmt.b32 $0, $4, m, 0x7540;
-    prmt.b32 $1, $4, m, 0x7542;
-    prmt.b32 $2, $4, m, 0x7541;
-    prmt.b32 $3, $4, m, 0x7543; }"""
+_SPLIT_INT8_BF16 = tl.constexpr(
+    """{ .reg .b32 w;
+    and.b32 $0, $2, 0x00ff00ff;
+    shr.u32 w, $2, 8;
+    and.b32 $1, w, 0x00ff00ff; }"""
 )
-# Sign to bit 15; exponent and mantissa to bits 8 to 6, which is 2^126 times too small: bfloat16 products know subnormals.
+_SPLIT_INT8_F16 = tl.constexpr(
+    """{ .reg .b32 w, m;
+    mov.b32 m, 0x64006400;
+    lop3.b32 $0, $2, 0x00ff00ff, m, 0xea;
+    shr.u32 w, $2, 8;
+    lop3.b32 $1, w, 0x00ff00ff, m, 0xea; }"""
+)
+# The multiplier is 2^126, or 2^122 for codes in bits 4 to 7.
+_ZERO = tl.constexpr("{ .reg .b32 a, m; mov.b32 m, M; fma.rn.bf16x2 a, $1, m, $3; mul.rn.bf16x2 $0, a, $2; }")
+_ZERO_LOW = tl.constexpr(_ZERO.value.replace("M;", "0x7e807e80;"))
+_ZERO_HIGH = tl.constexpr(_ZERO.value.replace("M;", "0x7c807c80;"))
+_MINIMUM = tl.constexpr("{ .reg .b32 a, m; mov.b32 m, M; mul.rn.bf16x2 a, $1, m; fma.rn.bf16x2 $0, a, $2, $3; }")
+_MINIMUM_LOW = tl.constexpr(_MINIMUM.value.replace("M;", "0x7e807e80;"))
+_MINIMUM_HIGH = tl.constexpr(_MINIMUM.value.replace("M;", "0x7c807c80;"))
+# Sign to bit 15; exponent and mantissa to bits 8 to 6, which is 2^126 times too small: products know subnormals.
 _SPLIT_FP4 = tl.constexpr(
     """{ .reg .b32 a, b, c;
     mov.b32 c, 0x7e807e80;
@@ -73,33 +95,47 @@ _SPLIT_FP4 = tl.constexpr(
 
 
 @triton.jit
-def split(words, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
-    """The fields of words, as tiles like `words`: what `value` makes weights of.
+def unit(FORMAT: tl.constexpr, DTYPE: tl.constexpr):
+    """What a sum of products with numbers is multiplied by."""
+    if EMULATED or DTYPE != tl.bfloat16 or FORMAT == MXFP4 or FORMAT == NVFP4:
+        out = 1.0
+    else:
+        out = 128.0
+    return out
 
-    INT4: magic + code in DTYPE, INT8: 2^23 + code in float32, FP4: the numbers, in bfloat16.
+
+@triton.jit
+def split(words, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
+    """The fields of words, as tiles like `words`: what `value` makes numbers of.
+
+    Integers: the code times a constant, or plus one, in DTYPE; FP4: the numbers.
     """
     if EMULATED:
         bits = words.to(tl.int32)
         if FORMAT == INT8:
-            fields = (bits & 255).to(tl.float32) + 8388608.0, ((bits >> 8) & 255).to(tl.float32) + 8388608.0
+            fields = (bits & 255).to(tl.float32), ((bits >> 8) & 255).to(tl.float32)
         elif FORMAT == INT4:
-            magic = 128.0 if tl.bfloat16 == DTYPE else 1024.0
             fields = (
-                ((bits & 15).to(tl.float32) + magic).to(DTYPE),
-                (((bits >> 4) & 15).to(tl.float32) + magic).to(DTYPE),
-                (((bits >> 8) & 15).to(tl.float32) + magic).to(DTYPE),
-                (((bits >> 12) & 15).to(tl.float32) + magic).to(DTYPE),
+                (bits & 15).to(tl.float32),
+                ((bits >> 4) & 15).to(tl.float32),
+                ((bits >> 8) & 15).to(tl.float32),
+                ((bits >> 12) & 15).to(tl.float32),
             )
         else:
             fields = _fp4(bits, DTYPE), _fp4(bits >> 4, DTYPE), _fp4(bits >> 8, DTYPE), _fp4(bits >> 12, DTYPE)
     elif FORMAT == INT8:
-        fields = tl.inline_asm_elementwise(_SPLIT_INT8, "=&r,=&r,=&r,=&r,r", [words], (tl.float32, tl.float32), True, 2)
+        if DTYPE == tl.bfloat16:
+            fields = tl.inline_asm_elementwise(
+                _SPLIT_INT8_BF16, "=&r,=&r,r", [words], (tl.bfloat16, tl.bfloat16), True, 2
+            )
+        else:
+            fields = tl.inline_asm_elementwise(_SPLIT_INT8_F16, "=&r,=&r,r", [words], (tl.float16, tl.float16), True, 2)
     elif FORMAT != INT4:
         fields = tl.inline_asm_elementwise(
             _SPLIT_FP4, "=&r,=&r,=&r,=&r,r", [words],
             (tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), True, 2,
         )  # fmt: skip
-    elif tl.bfloat16 == DTYPE:
+    elif DTYPE == tl.bfloat16:
         fields = tl.inline_asm_elementwise(
             _SPLIT_INT4_BF16, "=&r,=&r,=&r,=&r,r", [words],
             (tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), True, 2,
@@ -125,22 +161,24 @@ def _fp4(bits, DTYPE: tl.constexpr):
 @triton.jit
 def offset_of(scale, zero, minimum, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
     """What `value` takes as offset, from a group's loaded zero or minimum (or neither), like `scale`."""
-    if FORMAT == INT4:
-        if minimum is not None:
+    if FORMAT == MXFP4 or FORMAT == NVFP4:
+        offset = None
+    elif minimum is not None:
+        if EMULATED or DTYPE != tl.bfloat16:
             offset = minimum
         else:
-            # As bits: an integer that is put into the mantissa, like the codes.
-            MAGIC: tl.constexpr = 0x4300 if tl.bfloat16 == DTYPE else 0x6400
-            code = scale.to(tl.int16, bitcast=True) * 0 + 8 if zero is None else zero.to(tl.int16)
-            offset = (code | MAGIC).to(DTYPE, bitcast=True)
-    elif FORMAT == INT8:
-        if minimum is not None:
-            offset = minimum.to(tl.float32)
-        else:
-            code = scale.to(tl.float32) * 0 + 128 if zero is None else zero.to(tl.float32)
-            offset = code + 8388608.0
+            offset = (minimum.to(tl.float32) * 0.0078125).to(tl.bfloat16)
     else:
-        offset = None
+        MIDDLE: tl.constexpr = 8 if FORMAT == INT4 else 128
+        code = scale.to(tl.int16, bitcast=True).to(tl.int32) * 0 + MIDDLE if zero is None else zero.to(tl.int32)
+        # 2^23 + zero, without conversion.
+        wide = (code | 0x4B000000).to(tl.float32, bitcast=True)
+        if EMULATED:
+            offset = wide - 8388608.0
+        elif DTYPE == tl.bfloat16:
+            offset = (65536.0 - wide * 0.0078125).to(tl.bfloat16)
+        else:
+            offset = (wide - 8387584.0).to(tl.float16)
     return offset
 
 
@@ -157,8 +195,6 @@ def scale_of(loaded, factor, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
             scale = tl.where(bits == 0, 0x40, bits << 7).to(tl.int16).to(tl.bfloat16, bitcast=True)
     elif FORMAT == NVFP4:
         scale = e4m3(loaded) * factor
-    elif FORMAT == INT8:
-        scale = loaded.to(tl.float32)
     else:
         scale = loaded
     return scale
@@ -174,47 +210,51 @@ def e4m3(bits):
 
 
 @triton.jit
-def value(field, scale, offset, MINIMUM: tl.constexpr, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
-    """Weights of one field, in DTYPE, each rounded once: (code - zero) * scale, code * scale + minimum or number * scale.
+def value(
+    field, scale, offset, FIELD: tl.constexpr, MINIMUM: tl.constexpr, FORMAT: tl.constexpr, DTYPE: tl.constexpr
+):  # fmt: skip
+    """Numbers of field FIELD in DTYPE, each rounded once: (code - zero) * scale, code * scale + minimum or FP4 * scale,
+    divided by `unit`.
 
     `scale` and `offset` are what `scale_of` and `offset_of` returned, broadcast to the field's shape.
     """
-    if FORMAT == INT8:
-        if MINIMUM:
-            out = ((field - 8388608.0) * scale + offset).to(DTYPE)
-        else:
-            out = ((field - offset) * scale).to(DTYPE)
-    elif FORMAT == NVFP4:
+    HIGH: tl.constexpr = FORMAT == INT4 and FIELD % 2 == 1
+    if FORMAT == NVFP4:
         out = (field.to(tl.float32) * scale).to(DTYPE)
     elif EMULATED:
         if FORMAT == MXFP4:
-            out = (field.to(tl.float32) * scale.to(tl.float32)).to(DTYPE)
+            out = (field.to(tl.float32) * scale).to(DTYPE)
         elif MINIMUM:
-            magic = 128.0 if tl.bfloat16 == DTYPE else 1024.0
-            out = ((field.to(tl.float32) - magic) * scale.to(tl.float32) + offset.to(tl.float32)).to(DTYPE)
+            out = (field * scale.to(tl.float32) + offset.to(tl.float32)).to(DTYPE)
         else:
-            out = ((field.to(tl.float32) - offset.to(tl.float32)) * scale.to(tl.float32)).to(DTYPE)
+            out = ((field - offset) * scale.to(tl.float32)).to(DTYPE)
     elif FORMAT == MXFP4:
         out = tl.inline_asm_elementwise("mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", [field, scale], tl.bfloat16, True, 2)
+    elif DTYPE == tl.bfloat16:
+        LOW: tl.constexpr = _MINIMUM_LOW if MINIMUM else _ZERO_LOW
+        ASM: tl.constexpr = (_MINIMUM_HIGH if MINIMUM else _ZERO_HIGH) if HIGH else LOW
+        out = tl.inline_asm_elementwise(ASM, "=r,r,r,r", [field, scale, offset], tl.bfloat16, True, 2)
     elif MINIMUM:
-        if tl.bfloat16 == DTYPE:
-            out = tl.inline_asm_elementwise(
-                "{ .reg .b32 a, m; mov.b32 m, 0x43004300; sub.rn.bf16x2 a, $1, m; fma.rn.bf16x2 $0, a, $2, $3; }",
-                "=r,r,r,r", [field, scale, offset], tl.bfloat16, True, 2,
-            )  # fmt: skip
-        else:
-            out = tl.inline_asm_elementwise(
-                "{ .reg .b32 a, m; mov.b32 m, 0x64006400; sub.rn.f16x2 a, $1, m; fma.rn.f16x2 $0, a, $2, $3; }",
-                "=r,r,r,r", [field, scale, offset], tl.float16, True, 2,
-            )  # fmt: skip
-    elif tl.bfloat16 == DTYPE:
         out = tl.inline_asm_elementwise(
-            "{ .reg .b32 a; sub.rn.bf16x2 a, $1, $3; mul.rn.bf16x2 $0, a, $2; }",
-            "=r,r,r,r", [field, scale, offset], tl.bfloat16, True, 2,
+            "{ .reg .b32 a, m; mov.b32 m, 0x64006400; sub.rn.f16x2 a, $1, m; fma.rn.f16x2 $0, a, $2, $3; }",
+            "=r,r,r,r", [field, scale, offset], tl.float16, True, 2,
         )  # fmt: skip
     else:
         out = tl.inline_asm_elementwise(
             "{ .reg .b32 a; sub.rn.f16x2 a, $1, $3; mul.rn.f16x2 $0, a, $2; }",
             "=r,r,r,r", [field, scale, offset], tl.float16, True, 2,
+        )  # fmt: skip
+    return out
+
+
+@triton.jit
+def weight_of(number, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
+    """The weights of numbers."""
+    if EMULATED or DTYPE != tl.bfloat16 or FORMAT == MXFP4 or FORMAT == NVFP4:
+        out = number
+    else:
+        out = tl.inline_asm_elementwise(
+            "{ .reg .b32 m; mov.b32 m, 0x43004300; mul.rn.bf16x2 $0, $1, m; }",
+            "=r,r", [number], tl.bfloat16, True, 2,
         )  # fmt: skip
     return out

@@ -4,7 +4,8 @@ One program per row holds the row in registers: it is read once. Bytes per featu
 residual + x 6 in (x, residual, gain) and 3 out (stream, code).
 """
 
-# ruff: noqa: N803, N806
+# ruff: noqa: N803, N806, RUF005  # Triton's names; its tuples grow by `+` alone
+# mypy: disable-error-code="assignment, var-annotated"
 
 from __future__ import annotations
 
@@ -16,11 +17,15 @@ import triton
 import triton.language as tl
 
 from quire.kernels.triton.launch import gdc_launch_dependents, gdc_wait, pdl
-from quire.kernels.triton.quantized.w8.codes import FP8, divide, encode, scale_of
+from quire.kernels.triton.quantized.w8.codes import FP8, add_max, divide, encode, scale_of
 from quire.kernels.triton.skinny_gemm.common import GemmLaunch
 
 MAX_WIDTH = 32768
 """Widest row that fits the registers of one program."""
+
+
+FEW_ROWS = 64
+"""Up to this many rows, which leave multiprocessors idle, a row has as many threads as it can use."""
 
 
 class Codes(NamedTuple):
@@ -38,48 +43,80 @@ def _quantize(
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     CODE: tl.constexpr = codes.dtype.element_ty
-    columns = tl.arange(0, BLOCK)
-    inside = columns < WIDTH
+    CHUNKS: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
+    DTYPE: tl.constexpr = x.dtype.element_ty
+    gains = ()
     if gain is not None:
-        gains = tl.load(gain + columns, mask=inside, other=0.0).to(tl.float32)
+        for chunk in tl.static_range(CHUNKS):
+            columns = chunk * BLOCK + tl.arange(0, BLOCK)
+            gains = gains + (tl.load(gain + columns, mask=columns < WIDTH, other=0.0),)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
-    value = tl.load(x + row * x_stride + columns, mask=inside, other=0.0)
-    DTYPE: tl.constexpr = value.dtype
-    if residual is not None:
-        stream = residual + row * residual_stride + columns
-        carried = tl.load(stream, mask=inside, other=0.0)
-        # The norm is of the sum as stored, which is what the next layer reads.
-        value = (value.to(tl.float32) + carried.to(tl.float32)).to(DTYPE)
-        tl.store(stream, value, mask=inside)
-    wide = value.to(tl.float32)
+    values = ()
+    for chunk in tl.static_range(CHUNKS):
+        columns = chunk * BLOCK + tl.arange(0, BLOCK)
+        value = tl.load(x + row * x_stride + columns, mask=columns < WIDTH, other=0.0)
+        if residual is not None:
+            carried = tl.load(residual + row * residual_stride + columns, mask=columns < WIDTH, other=0.0)
+            # The norm is of the sum as stored, which is what the next layer reads.
+            value = (value.to(tl.float32) + carried.to(tl.float32)).to(DTYPE)
+        values = values + (value,)
+    squares = tl.zeros((BLOCK,), tl.float32)
+    largest = tl.zeros((BLOCK,), tl.float32)
+    for chunk in tl.static_range(CHUNKS):
+        wide = values[chunk].to(tl.float32)
+        if residual is not None:
+            columns = chunk * BLOCK + tl.arange(0, BLOCK)
+            tl.store(residual + row * residual_stride + columns, values[chunk], mask=columns < WIDTH)
+        if gain is not None:
+            squares += wide * wide
+            wide = wide * gains[chunk].to(tl.float32)
+        largest = tl.maximum(largest, tl.abs(wide))
+    inverse_rms = 1.0
+    amax = 0.0
     if gain is not None:
-        inverse_rms = tl.rsqrt(tl.sum(wide * wide) / WIDTH + eps)
-        wide = (wide * gains * inverse_rms).to(DTYPE).to(tl.float32)
-    if GROUP:
-        grouped = tl.reshape(wide, (BLOCK // GROUP, GROUP))
-        scale = scale_of(tl.max(tl.abs(grouped), 1), CODE)
-        group = tl.arange(0, BLOCK // GROUP)
-        tl.store(scales + group.to(tl.int64) * rows + row, scale, mask=group * GROUP < WIDTH)
-        inverse = tl.math.div_rn(tl.full((BLOCK // GROUP,), 1.0, tl.float32), scale)
-        quotient = tl.reshape(divide(grouped, scale[:, None], inverse[:, None]), (BLOCK,))
-    else:
-        if static is None:
-            scale = scale_of(tl.max(tl.abs(wide), 0), CODE)
-        else:
-            scale = tl.load(static)
+        # The gain is multiplied first: then the largest normed value follows from the largest product.
+        total, amax = tl.reduce((squares, largest), 0, add_max)
+        inverse_rms = tl.rsqrt(total / WIDTH + eps)
+        amax = (amax * inverse_rms).to(DTYPE).to(tl.float32)
+    elif GROUP == 0 and static is None:
+        amax = tl.max(largest, 0)
+    scale = 1.0
+    inverse = 1.0
+    if GROUP == 0:
+        scale = scale_of(amax, CODE) if static is None else tl.load(static)
         tl.store(scales + row, scale)
-        quotient = divide(wide, scale, tl.math.div_rn(1.0, scale))
-    tl.store(codes + row * WIDTH + columns, encode(quotient, CODE), mask=inside)
+        inverse = tl.math.div_rn(1.0, scale)
+    for chunk in tl.static_range(CHUNKS):
+        columns = chunk * BLOCK + tl.arange(0, BLOCK)
+        wide = values[chunk].to(tl.float32)
+        if gain is not None:
+            wide = (wide * gains[chunk].to(tl.float32) * inverse_rms).to(DTYPE).to(tl.float32)
+        if GROUP:
+            grouped = tl.reshape(wide, (BLOCK // GROUP, GROUP))
+            each = scale_of(tl.max(tl.abs(grouped), 1), CODE)
+            group = chunk * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
+            tl.store(scales + group.to(tl.int64) * rows + row, each, mask=group * GROUP < WIDTH)
+            inverses = tl.math.div_rn(tl.full((BLOCK // GROUP,), 1.0, tl.float32), each)
+            quotient = tl.reshape(divide(grouped, each[:, None], inverses[:, None]), (BLOCK,))
+        else:
+            quotient = divide(wide, scale, inverse)
+        tl.store(codes + row * WIDTH + columns, encode(quotient, CODE), mask=columns < WIDTH)
 
 
 @functools.cache
-def _constants(width: int, group: int) -> dict[str, Any]:
-    """Constexpr arguments and launch options. 16 values per thread: two 16-byte loads in flight per 16-bit input."""
+def _constants(width: int, group: int, few: bool) -> dict[str, Any]:
+    """Constexpr arguments and launch options.
+
+    16 values per thread: two 16-byte loads in flight per 16-bit input. Many rows that are wide: more values, and fewer
+    threads that wait for each other.
+    """
     block = triton.next_power_of_2(max(width, group))
-    warps = min(max(block // 512, 1), 32)
+    if block > 8192 and not few:
+        block = 2048
+    warps = min(max(block // (256 if block < width else 512), 1), 32)
     return {"WIDTH": width, "BLOCK": block, "GROUP": group, "num_warps": warps, **pdl()}
 
 
@@ -92,15 +129,19 @@ def quantize_launch(
     gain: torch.Tensor | None = None,
     eps: float = 0.0,
     residual: torch.Tensor | None = None,
+    multiple: int = 1,
 ) -> tuple[GemmLaunch, Codes]:
-    """The launch of `quantize`, and what it will return."""
+    """The launch of `quantize`, and what it will return: with rows up to a `multiple`, the last ones not written."""
     rows, width = x.shape
-    codes = torch.empty(rows, width, dtype=code, device=x.device)
-    count = (-(-width // group), rows) if group else (rows,)
+    padded = -(-rows // multiple) * multiple
+    codes = torch.empty(padded, width, dtype=code, device=x.device)
+    count = (-(-width // group), padded) if group else (padded,)
     scale = torch.empty(count, dtype=torch.float32, device=x.device)
     carried = 0 if residual is None else residual.stride(0)
-    arguments = (x, residual, gain, static, codes, scale, rows, x.stride(0), carried, eps)
-    return GemmLaunch(_quantize, rows, arguments, _constants(width, group), codes), Codes(codes, scale)
+    arguments = (x, residual, gain, static, codes, scale, padded, x.stride(0), carried, eps)
+    return GemmLaunch(_quantize, rows, arguments, _constants(width, group, rows <= FEW_ROWS), codes), Codes(
+        codes, scale
+    )
 
 
 def quantize(

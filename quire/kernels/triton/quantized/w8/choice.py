@@ -1,4 +1,7 @@
-"""Which kernel and tile shape a GEMM of 8-bit codes runs, by its shape and its rows."""
+"""Which kernel and tile shape a GEMM of 8-bit codes runs, by its shape and its rows.
+
+Rules drawn from measurements of Llama-3.1-8B's shapes on an H200 (`python -m benchmarks.gpu.quantized_gemm`).
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,15 @@ import functools
 
 import torch
 
-from quire.kernels.triton.quantized.w8.vector import MAX_ROWS as MAX_VECTOR_ROWS
 from quire.kernels.triton.skinny_gemm.common import GemmConfig
-from quire.kernels.triton.tuning_table import current_gpu
+from quire.kernels.triton.tuning_table import Gpu, current_gpu
 
 INVARIANT = GemmConfig("tile", block_n=128, block_m=64, block_k=128, warps=4, stages=4)
 """For any number of rows: the sums are in the same order."""
+MAX_CODE_VECTOR_ROWS, MAX_VALUE_VECTOR_ROWS = 2, 4
+"""Rows of `vector`, with quantized activations (every program quantizes them) and without."""
+DEEP = 8192
+"""Inputs from which on a weight has many inputs for its outputs."""
 
 
 @functools.cache
@@ -24,32 +30,44 @@ def choose(
     """
     gpu = current_gpu()
     outputs = n // 2 if silu else n
-    if rows <= (1 if quantized else MAX_VECTOR_ROWS):
-        return _vector(outputs, k, silu, gpu.multiprocessors)
-    tma, sms = gpu.has_tma, gpu.multiprocessors
-    if not tma or k < 256 or outputs < 64:
+    if rows <= (MAX_CODE_VECTOR_ROWS if quantized else MAX_VALUE_VECTOR_ROWS):
+        return _vector(outputs, k, silu, gpu)
+    if not gpu.has_tma or k < 256 or outputs < 64:
         return INVARIANT
-    deep = 128 if blocked or not quantized else 256
     if rows <= 16:
-        return GemmConfig("tile", 64, 16, deep, 4, (4 if silu else 6) * 128 // deep + 1, tma=True, programs=2)
+        return _few_rows(outputs, k, silu, quantized and not blocked, gpu)
     if rows <= 64 or not quantized:
         block_m = 32 if rows <= 32 else 64
-        return GemmConfig("tile", 64, block_m, 128, 4, 4, tma=True, programs=2)
-    if rows <= 128:
-        return GemmConfig("tile", 64, 128, 128, 4 if not silu else 8, 4, tma=True, programs=1)
+        if silu and quantized:
+            return GemmConfig("tile", 64, block_m, 128, 8, 6, tma=True, programs=1)
+        if k > DEEP and quantized and not blocked:
+            return GemmConfig("tile", 64, block_m, 256, 4, 3, tma=True, programs=2)
+        return GemmConfig("tile", 64, block_m, 128, 4, 5 if quantized else 4, tma=True, programs=2)
     half = 2 if silu else 1
     if blocked:
-        return GemmConfig("large", 128 // half, 128, 128, 8, 4, programs=1)
-    wide = -(-rows // 128) * -(-n // 256) >= sms
-    return GemmConfig("large", (256 if wide else 128) // half, 128, 128, 8, 3, programs=1)
+        return GemmConfig("large", 128 // half, 64, 128, 4, 4, programs=2)
+    if rows <= 256 and k > DEEP and -(-rows // 64) * -(-outputs // 128) < 2 * gpu.multiprocessors:
+        return GemmConfig("tile", 128, 128, 128, 8, 4 if silu else 6, tma=True, programs=1)
+    if -(-rows // 128) * -(-n // 256) < gpu.multiprocessors:
+        return GemmConfig("large", 128 // half, 64, 128, 4, 4, programs=2)
+    return GemmConfig("specialized", 256, 128, 128, 4, 4)
 
 
-def _vector(outputs: int, k: int, silu: bool, multiprocessors: int) -> GemmConfig:
+def _few_rows(outputs: int, k: int, silu: bool, deep_steps: bool, gpu: Gpu) -> GemmConfig:
+    """Tiles of 64 outputs, and as many programs for each as make two for every multiprocessor."""
+    block_k = 256 if deep_steps else 128
+    stages = (4 if silu else 6) * 128 // block_k + 1
+    split = 2 * gpu.multiprocessors // -(-outputs // 64)
+    return GemmConfig("tile", 64, 16, block_k, 4, stages, tma=True, split=max(1, min(split, 8, k // block_k // 2)))
+
+
+def _vector(outputs: int, k: int, silu: bool, gpu: Gpu) -> GemmConfig:
     """A few outputs a program: enough bytes in flight, and enough programs for every multiprocessor."""
-    warps = min(max(k // 512, 1), 8)
-    warps = 1 << (warps.bit_length() - 1)
-    chunks = -(-k // (512 * warps))
-    block_n = max(1, min(4, 8 // chunks) // (2 if silu else 1))
-    while block_n > 1 and outputs < 2 * multiprocessors * block_n:
+    if k > DEEP:
+        # The whole input in registers is most of the work: programs stay and keep it.
+        return GemmConfig("vector", 2, warps=8, programs=2)
+    warps = 1 << (min(max(k // 512, 1), 4).bit_length() - 1)
+    block_n = 4 if silu else 8
+    while block_n > 2 and outputs < 2 * gpu.multiprocessors * block_n:
         block_n //= 2
     return GemmConfig("vector", block_n, warps=warps, early=True)

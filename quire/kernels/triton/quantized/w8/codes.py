@@ -54,3 +54,9 @@ def encode(value, CODE: tl.constexpr):
     else:
         codes = value.to(tl.float8e4nv)
     return codes
+
+
+@triton.jit
+def add_max(total, largest, other_total, other_largest):
+    """For `tl.reduce`: a sum and a maximum at once."""
+    return total + other_total, tl.maximum(largest, other_largest)

@@ -116,8 +116,8 @@ def _store(y_view, out, staging, row, output):
 
 @gluon.jit
 def _multiply(
-    PART: gl.constexpr, LOADS: gl.constexpr, x_view, w_view, second, x_ring, w_ring, full, empty, x_scale, scale, bias, stream, y_view, staging,
-    row_tiles, column_tiles, steps, rows, N, y_stride,
+    PART: gl.constexpr, LOADS: gl.constexpr, x_view, w_view, second, x_ring, w_ring, full, empty,
+    x_scale, scale, bias, stream, y_view, staging, row_tiles, column_tiles, steps, rows, N, y_stride,
     CONSUMERS: gl.constexpr, STAGES: gl.constexpr, SILU: gl.constexpr, BIAS: gl.constexpr, ADD: gl.constexpr,
     BLOCK_N: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
@@ -142,7 +142,7 @@ def _multiply(
             # The previous product is done: its stage may be loaded again.
             total = warpgroup_mma_init(warpgroup_mma_wait(num_outstanding=1, deps=(total,)))
             mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), count=1, pred=step > 0)
-            if LOADS:
+            if LOADS:  # noqa: SIM102  # a constant, then a value of the run
                 if step > 0:
                     _fill(x_view, w_view, x_ring, w_ring, full, empty, row_tiles, column_tiles, steps, second,
                           count - 1 + STAGES, CONSUMERS, STAGES, BLOCK_N, GROUP)  # fmt: skip
