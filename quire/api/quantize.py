@@ -22,14 +22,14 @@ from quire.loading.model_config import ModelConfig, read_model_config
 from quire.loading.progress import count_bar
 from quire.loading.tokenizer import tokenizer_of
 from quire.platforms import choose
-from quire.quantization.awq import search_input_scales
-from quire.quantization.gptq import DAMPING, gptq_groups
-from quire.quantization.rounding import restore_groups, round_groups
+from quire.quantization.awq import awq_candidates, output_error, search_scales, smooth_candidates
+from quire.quantization.gptq import DAMPING
+from quire.quantization.rounding import round_groups
 from quire.quantization.writer import SHARD_BYTES, CheckpointWriter, WriteScheme
 from quire.worker.building import DTYPES
-from quire.worker.calibration import LayerStage, Matrix, load_stage
+from quire.worker.calibration import InputMoments, LayerStage, Matrix, Scaling, load_stage
 
-ALGORITHMS = ("rtn", "gptq", "awq", "awq-gptq")
+ALGORITHMS = ("rtn", "gptq", "awq", "awq-gptq", "smoothquant", "smoothquant-gptq")
 """rtn: round to nearest. awq-gptq: AWQ's scales, then GPTQ."""
 _DESCRIPTIONS = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
 _WEIGHTS = (".safetensors", ".bin", ".gguf", ".pt", ".pth", ".onnx", ".h5", ".msgpack", ".index.json")
@@ -56,7 +56,7 @@ class QuantizeSettings:
     ignore: Sequence[str] = ()
     """Modules that stay in 16 bits: names, or `re:` and an expression that matches from the start."""
     search: bool = False
-    """Search each group's scale for the least squared error. GPTQ and AWQ always do, errors weighted by the inputs."""
+    """With rtn: search each group's scale for the least squared error. GPTQ and AWQ always do."""
     damping: float = DAMPING
     """Of GPTQ."""
     by_importance: bool = True
@@ -68,10 +68,16 @@ class QuantizeSettings:
             raise ValidationError(f"algorithm {self.algorithm!r} is not one of {', '.join(ALGORITHMS)}", "algorithm")
         if self.algorithm == "rtn":
             return
-        if not self.scheme.calibrates:
+        scaling = self.algorithm.partition("-")[0]
+        if scaling == "awq" and not self.scheme.is_grouped:
             raise ValidationError(
-                f"{self.algorithm} chooses the codes of integers in groups (W4A16, W4A16_ASYM, W8A16), "
-                f"not those of {self.scheme.name}: use rtn",
+                f"awq is for integers in groups (W4A16, W4A16_ASYM, W8A16), not for {self.scheme.name}: use gptq",
+                "algorithm",
+                self.algorithm,
+            )
+        if scaling == "smoothquant" and self.scheme.inputs is None:
+            raise ValidationError(
+                f"smoothquant is for schemes that round activations (W8A8, FP8), not for {self.scheme.name}: use gptq",
                 "algorithm",
                 self.algorithm,
             )
@@ -200,7 +206,7 @@ class _Job:
             self._scheme.check(matrix.name, matrix.into.shape)
             if not bool(matrix.into.isfinite().all()):
                 raise CheckpointError(f"{matrix.name}.weight has values that are not finite")
-        if self._settings.algorithm.startswith("awq"):
+        if self._settings.algorithm.startswith(("awq", "smoothquant")):
             self._scale(stage, {matrix.fused.data_ptr() for matrix in chosen})
         self.report.ignored += stage.unquantized
         for matrix in stage.matrices:
@@ -236,43 +242,57 @@ class _Job:
         return bool(matching)
 
     def _scale(self, stage: LayerStage, quantized: set[int]) -> None:
-        """Move scales between layers as AWQ does, where that makes the layer's outputs err less."""
-        scheme = self._scheme
-        assert scheme.group is not None
-        group = scheme.group
-
-        def restore(weight: torch.Tensor) -> torch.Tensor:
-            return restore_groups(
-                round_groups(weight, scheme.bits, group, scheme.symmetric, self._stored), scheme.bits, group
-            )
-
+        """Move scales between layers, where that makes the outputs err less."""
         for scaling in stage.scalings():
             moments = stage.moments_of(scaling.readers)
             if moments is None or not moments.count or scaling.readers.data_ptr() not in quantized:
                 continue
             weight = scaling.readers.float()
-            scales = search_input_scales([weight], moments.mean, restore, scaling.tie)
-            if scales is not None:
-                applied = scaling.apply(scales, self._stored)
-                moments.total /= torch.outer(applied, applied)
+            search = self._search_smooth if self._settings.algorithm.startswith("smoothquant") else self._search_awq
+            if (scales := search(weight, moments, scaling)) is not None:
+                moments.scale(scaling.apply(scales, self._stored))
+
+    def _search_awq(self, weight: torch.Tensor, moments: InputMoments, scaling: Scaling) -> torch.Tensor | None:
+        mean = moments.mean
+
+        def error(scales: torch.Tensor | None) -> float:
+            if scales is None:
+                return output_error(self._rounded(weight) - weight, mean)
+            return output_error(self._rounded(weight * scales) / scales - weight, mean)
+
+        return search_scales(awq_candidates(scaling.tie(mean.diagonal()).clamp_min(0).sqrt()), error)
+
+    def _search_smooth(self, weight: torch.Tensor, moments: InputMoments, scaling: Scaling) -> torch.Tensor | None:
+        """By the outputs of a sample of inputs, which are rounded too."""
+        x = moments.sample
+        exact = x @ weight.t()
+
+        def error(scales: torch.Tensor | None) -> float:
+            given, held = (x, weight) if scales is None else (x / scales, weight * scales)
+            return float((self._scheme.restore_input(given) @ self._rounded(held).t() - exact).square().sum())
+
+        peaks = scaling.tie(moments.peaks), scaling.tie(weight.abs().amax(0))
+        return search_scales(smooth_candidates(*peaks), error)
+
+    def _rounded(self, weight: torch.Tensor) -> torch.Tensor:
+        return self._scheme.restore(self._scheme.round(weight, self._stored))
 
     def _quantize_one(self, stage: LayerStage, matrix: Matrix) -> None:
         weight = matrix.read()
         scheme, settings = self._scheme, self._settings
         moments = stage.moments_of(matrix.fused)
-        if settings.algorithm == "rtn" or moments is None or not moments.count:
-            tensors = scheme.round(weight, self._stored, matrix.fused.abs().amax(), settings.search)
+        peak = matrix.fused.abs().amax()
+        if moments is None or not moments.count or settings.algorithm in ("rtn", "smoothquant"):
+            tensors = scheme.round(weight, self._stored, peak, settings.search)
+        elif settings.algorithm.endswith("gptq"):
+            tensors = scheme.round_by_gptq(
+                weight, moments.mean, self._stored, peak, settings.damping, settings.by_importance
+            )
         else:
             assert scheme.group is not None
-            if settings.algorithm == "awq":
-                rounded = round_groups(
-                    weight, scheme.bits, scheme.group, scheme.symmetric, self._stored, True, moments.mean.diagonal()
-                )
-            else:
-                rounded = gptq_groups(
-                    weight, moments.mean, scheme.bits, scheme.group, scheme.symmetric, self._stored, settings.damping,
-                    settings.by_importance,
-                )  # fmt: skip
+            rounded = round_groups(
+                weight, scheme.bits, scheme.group, scheme.symmetric, self._stored, True, moments.mean.diagonal()
+            )
             tensors = scheme.pack(rounded, weight.shape)
         for name, tensor in tensors.items():
             self._writer.add(f"{matrix.name}.{name}", tensor)

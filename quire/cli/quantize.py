@@ -28,9 +28,11 @@ schemes:
 
 algorithms:
   rtn                 round to nearest
-  gptq                spread the rounding errors of a column over the columns that follow (needs --calibration)
-  awq                 scale inputs before rounding, so that large inputs get finer weights (needs --calibration)
-  awq-gptq            both"""
+  gptq                let the columns that follow take up a column's rounding errors
+  awq                 integers in groups: scale inputs, so that large ones get finer weights
+  smoothquant         W8A8, FP8: scale inputs, so that they are more even and can be rounded too
+  awq-gptq, smoothquant-gptq
+                      both; all but rtn need --calibration"""
 EXAMPLES = """
   quire quantize qwen3-0.6b -o qwen3-fp8 --scheme FP8
   quire quantize ./my-model -o my-model-int4 --scheme W4A16 --algorithm gptq --calibration notes.txt
@@ -60,7 +62,7 @@ def configure(parser: Parser) -> None:
     )  # fmt: skip
     how.add_argument("--shard-size", type=size, default=size("5g"), metavar="SIZE", help="of a file (default: 5g)")
     text = parser.add_argument_group("text")
-    text.add_argument("--calibration", metavar="FILE", help="text to measure the layers' inputs on, for gptq and awq")
+    text.add_argument("--calibration", metavar="FILE", help="text to measure the layers' inputs on; not for rtn")
     text.add_argument("--samples", type=positive, default=128, metavar="N", help="sequences of it (default: 128)")
     text.add_argument("--sample-length", type=positive, default=512, metavar="N", help="their tokens (default: 512)")
     text.add_argument("--text", metavar="FILE", help="measure the perplexity before and after on this text")

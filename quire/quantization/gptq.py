@@ -5,9 +5,11 @@ The error is measured on the layer's output: tr(E H E^T), where H is the mean of
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
-from quire.quantization.rounding import Rounded, group_scales, integer_codes
+from quire.quantization.rounding import Rounded, group_scales
 
 DAMPING = 0.01
 """Part of the mean of H's diagonal that is added to the diagonal."""
@@ -27,37 +29,55 @@ def gptq_groups(
     by_importance: bool = True,
     search: bool = True,
 ) -> Rounded:
-    """As `round_groups`, for a weight [out, in] and H [in, in].
-
-    `by_importance`: columns with large inputs are rounded first ("activation order"). Scales are fixed beforehand, so
-    that groups stay as they are in the file ("actorder: weight" in compressed-tensors). `search`: as in `round_groups`.
-    """
+    """As `round_groups`, for a weight [out, in] and H [in, in]. `search`: as there."""
     # Weighting the search by the inputs' sizes makes outputs err more (by 9 % on the default model): the columns that
     # follow take up what clipped values lose, whatever their size.
     scale, zero = group_scales(weight, bits, group, symmetric, scale_dtype, search)
+    middle = torch.full_like(scale, float(1 << (bits - 1)), dtype=torch.float32) if zero is None else zero.float()
+
+    def nearest(steps: torch.Tensor, column: int) -> torch.Tensor:
+        own = middle[:, column // group]
+        return (steps.round() + own).clamp(0, 2**bits - 1) - own
+
+    steps = gptq_steps(weight, hessian, scale.float().repeat_interleave(group, 1), nearest, damping, by_importance)
+    return Rounded((steps + middle.repeat_interleave(group, 1)).to(torch.uint8), scale, zero)
+
+
+def gptq_steps(
+    weight: torch.Tensor,
+    hessian: torch.Tensor,
+    spread: torch.Tensor,
+    nearest: Callable[[torch.Tensor, int], torch.Tensor],
+    damping: float = DAMPING,
+    by_importance: bool = True,
+) -> torch.Tensor:
+    """The values that codes stand for, in units of their scales; float32, like weight [out, in].
+
+    spread  [out, in]: the scale of each value
+    nearest of values in units of their scales and the number of their column [out]: the nearest that a code stands for
+    by_importance: columns with large inputs are rounded first ("activation order"). Scales are fixed beforehand, so
+            that groups stay as they are in the file ("actorder: weight" in compressed-tensors)
+    """
     width = weight.shape[1]
     order = torch.arange(width, device=weight.device)
     if by_importance:
         order = torch.argsort(hessian.diagonal(), descending=True, stable=True)
     inverse = _inverse_factor(hessian[order][:, order], damping)
     # Transposed, so that a column of the matrix is contiguous.
-    left = weight.float().t()[order]
-    spread = scale.float().t()[order // group]
-    middle = torch.full_like(spread, float(1 << (bits - 1))) if zero is None else zero.float().t()[order // group]
-    codes = torch.empty(left.shape, dtype=torch.uint8, device=left.device)
+    left, scale = weight.float().t()[order], spread.float().t()[order]
+    steps = torch.empty_like(left)
     for start in range(0, width, BLOCK):
         stop = min(start + BLOCK, width)
         errors = torch.empty_like(left[start:stop])
-        for column in range(start, stop):
-            code = integer_codes(left[column], spread[column], middle[column], bits)
-            restored = (code.float() - middle[column]) * spread[column]
-            error = (left[column] - restored) / inverse[column, column]
-            left[column + 1 : stop].addr_(inverse[column, column + 1 : stop], error, alpha=-1)
-            codes[column], errors[column - start] = code, error
+        for place, column in enumerate(order[start:stop].tolist(), start):
+            steps[place] = nearest(left[place] / scale[place], column)
+            error = (left[place] - steps[place] * scale[place]) / inverse[place, place]
+            left[place + 1 : stop].addr_(inverse[place, place + 1 : stop], error, alpha=-1)
+            errors[place - start] = error
         left[stop:].addmm_(inverse[start:stop, stop:].t(), errors, alpha=-1)
-    unordered = torch.empty_like(codes)
-    unordered[order] = codes
-    return Rounded(unordered.t().contiguous(), scale, zero)
+    unordered = torch.empty_like(steps)
+    unordered[order] = steps
+    return unordered.t().contiguous()
 
 
 def _inverse_factor(hessian: torch.Tensor, damping: float) -> torch.Tensor:

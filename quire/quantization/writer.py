@@ -17,9 +17,13 @@ from safetensors.torch import save_file
 
 from quire.errors import ValidationError
 from quire.kernels.weights.fp4 import VALUES
+from quire.kernels.weights.scaled import encode, quantize_rows
 from quire.loading.files import SAFETENSORS_INDEX
+from quire.quantization.formats.bits import powers_of_two, unpack_pairs
+from quire.quantization.gptq import DAMPING, gptq_groups, gptq_steps
 from quire.quantization.rounding import (
     Rounded,
+    fp4_codes,
     restore_groups,
     round_blocks,
     round_channels,
@@ -49,8 +53,8 @@ class WriteScheme:
     """How activations are quantized; None: they are not."""
 
     @property
-    def calibrates(self) -> bool:
-        """Whether GPTQ and AWQ can choose its codes."""
+    def is_grouped(self) -> bool:
+        """Whether it is integers in groups, of any size."""
         return self.numbers == "int" and self.strategy == "group"
 
     def check(self, name: str, shape: Sequence[int]) -> None:
@@ -88,6 +92,36 @@ class WriteScheme:
         codes, scale = round_channels(weight, code, scale_dtype)
         return {"weight": codes, "weight_scale": scale.unsqueeze(-1)}
 
+    def round_by_gptq(
+        self,
+        weight: torch.Tensor,
+        hessian: torch.Tensor,
+        scale_dtype: torch.dtype,
+        peak: torch.Tensor | None = None,
+        damping: float = DAMPING,
+        by_importance: bool = True,
+    ) -> dict[str, torch.Tensor]:
+        """The tensors of a matrix, codes chosen by GPTQ. Scales of integers in groups are searched."""
+        if self.is_grouped:
+            assert self.group is not None
+            rounded = gptq_groups(
+                weight, hessian, self.bits, self.group, self.symmetric, scale_dtype, damping, by_importance
+            )
+            return self.pack(rounded, weight.shape)
+        tensors = self.round(weight, scale_dtype, peak)
+        spread = self._spread(tensors, weight.shape)
+        if self.numbers in ("mxfp4", "nvfp4"):
+            table = _fp4_values(weight.device)
+            steps = gptq_steps(
+                weight, hessian, spread, lambda values, _: table[fp4_codes(values).long()], damping, by_importance
+            )
+            return tensors | {"weight_packed": pack_pairs(fp4_codes(steps))}
+        code = tensors["weight"].dtype
+        steps = gptq_steps(
+            weight, hessian, spread, lambda values, _: encode(values, code).float(), damping, by_importance
+        )
+        return tensors | {"weight": steps.to(code)}
+
     def pack(self, rounded: Rounded, shape: Sequence[int]) -> dict[str, torch.Tensor]:
         """The tensors of a matrix of integers in groups."""
         tensors = {
@@ -101,28 +135,40 @@ class WriteScheme:
 
     def restore(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """The values of a matrix, in float32."""
-        if self.numbers in ("mxfp4", "nvfp4"):
-            codes = unpack_pairs(tensors["weight_packed"])
-            table = torch.tensor([*VALUES, *(-value for value in VALUES)], device=codes.device)
-            scale = tensors["weight_scale"]
-            wide = torch.exp2(scale.float() - 127) if scale.dtype is torch.uint8 else scale.float()
-            if (divisor := tensors.get("weight_global_scale")) is not None:
-                wide = wide / divisor
-            return table[codes.long()] * wide.repeat_interleave(32 if self.numbers == "mxfp4" else 16, -1)
-        scale = tensors["weight_scale"].float()
-        if self.strategy == "group":
+        if self.is_grouped:
             assert self.group is not None
             rows, width = tensors["weight_shape"].tolist()
             codes = unpack_integers(tensors["weight_packed"], self.bits)[:, :width]
             zero = tensors.get("weight_zero_point")
             if zero is not None:
                 zero = unpack_integers(zero.t(), self.bits)[:, :rows].t()
-            return restore_groups(Rounded(codes, scale, zero), self.bits, self.group)
-        codes = tensors["weight"].float()
+            return restore_groups(Rounded(codes, tensors["weight_scale"], zero), self.bits, self.group)
+        if self.numbers in ("mxfp4", "nvfp4"):
+            codes = unpack_pairs(tensors["weight_packed"])
+            values = _fp4_values(codes.device)[codes.long()]
+        else:
+            values = tensors["weight"].float()
+        return values * self._spread(tensors, values.shape)
+
+    def restore_input(self, x: torch.Tensor) -> torch.Tensor:
+        """Activations [tokens, in] as the product sees them, in float32."""
+        if self.inputs is None:
+            return x.float()
+        code = torch.int8 if self.inputs["type"] == "int" else torch.float8_e4m3fn
+        group = self.inputs.get("group_size")
+        codes, scale = quantize_rows(x, code, group)
+        return codes.float() * (scale if group is None else scale.repeat_interleave(group, -1)[:, : x.shape[-1]])
+
+    def _spread(self, tensors: Mapping[str, torch.Tensor], shape: Sequence[int]) -> torch.Tensor:
+        """The scale of each value [out, in], in float32; not of integers in groups."""
+        scale, (rows, columns) = tensors["weight_scale"], shape
+        if self.numbers == "mxfp4":
+            return powers_of_two(scale).repeat_interleave(32, -1)
+        if self.numbers == "nvfp4":
+            return (scale.float() / tensors["weight_global_scale"]).repeat_interleave(16, -1)
         if self.strategy == "block":
-            rows, columns = codes.shape
-            scale = scale.repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[:, :columns]
-        return codes * scale
+            return scale.float().repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[:, :columns]
+        return scale.float().expand(rows, columns)
 
     def describe(self, ignore: Sequence[str], order: bool = False) -> dict[str, Any]:
         """`quantization_config` of config.json. `order`: GPTQ chose the codes in the order of the inputs' importance,
@@ -184,7 +230,7 @@ def find_scheme(name: str, group_size: int | None = None) -> WriteScheme:
         raise ValidationError(f"scheme {name!r} is not one of {', '.join((*SCHEMES, *ALIASES))}", "scheme", name)
     if group_size is None or group_size == scheme.group:
         return scheme
-    if not scheme.calibrates:
+    if not scheme.is_grouped:
         fixed = "has no groups" if scheme.group is None else f"has groups of {scheme.group}"
         raise ValidationError(f"group_size {group_size}: {scheme.name} {fixed}", "group_size", group_size)
     if group_size < 8 or group_size % 8:
@@ -213,9 +259,8 @@ def pack_pairs(codes: torch.Tensor) -> torch.Tensor:
     return codes[..., ::2] | (codes[..., 1::2] << 4)
 
 
-def unpack_pairs(packed: torch.Tensor) -> torch.Tensor:
-    """The inverse of `pack_pairs`."""
-    return torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
+def _fp4_values(device: torch.device) -> torch.Tensor:
+    return torch.tensor([*VALUES, *(-value for value in VALUES)], device=device)
 
 
 class CheckpointWriter:

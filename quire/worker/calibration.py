@@ -65,17 +65,39 @@ class Matrix:
         return self.arrange(torch.arange(self.into.shape[0], device=self.into.device))
 
 
-@dataclass
-class InputMoments:
-    """Sum of x x^T over the inputs of a matrix."""
+SAMPLED_ROWS, ROWS_AT_ONCE = 512, 16
+"""Inputs of a matrix that are kept as they are, and how many of each sequence."""
 
-    total: torch.Tensor
-    count: int = 0
+
+class InputMoments:
+    """What a matrix was multiplied with: the sum of x x^T, the largest values, and a sample."""
+
+    def __init__(self, width: int, device: torch.device) -> None:
+        self.total = torch.zeros(width, width, device=device)
+        self.peaks = torch.zeros(width, device=device)
+        self.count = 0
+        self._sample: list[torch.Tensor] = []
 
     def add(self, x: torch.Tensor) -> None:
         wide = x.float()
         self.total.addmm_(wide.t(), wide)
+        self.peaks = torch.maximum(self.peaks, wide.abs().amax(0))
         self.count += len(x)
+        if len(self._sample) < SAMPLED_ROWS // ROWS_AT_ONCE:
+            # The first tokens of a sequence often have the largest values.
+            chosen = torch.linspace(0, len(x) - 1, min(ROWS_AT_ONCE, len(x)), device=x.device).long()
+            self._sample.append(wide[chosen])
+
+    def scale(self, scales: torch.Tensor) -> None:
+        """The inputs have been divided by these numbers [in]."""
+        self.total /= torch.outer(scales, scales)
+        self.peaks /= scales
+        self._sample = [rows / scales for rows in self._sample]
+
+    @property
+    def sample(self) -> torch.Tensor:
+        """Some of the inputs [rows, in]."""
+        return torch.cat(self._sample)
 
     @property
     def mean(self) -> torch.Tensor:
@@ -229,9 +251,9 @@ class LayerStage:
         def see(weight: torch.Tensor, x: torch.Tensor) -> None:
             if (key := weight.data_ptr()) in fused:
                 if key not in self.moments:
-                    width = weight.shape[-1]
-                    self.moments[key] = InputMoments(torch.zeros(width, width, device=weight.device))
-                self.moments[key].add(x)
+                    self.moments[key] = InputMoments(weight.shape[-1], weight.device)
+                if len(x):
+                    self.moments[key].add(x)
 
         modules = [module for module in self.model.modules() if hasattr(module, "ops")]  # type: ignore[attr-defined]
         before = [module.ops for module in modules]
@@ -256,14 +278,14 @@ class LayerStage:
             yield self.model.forward(tokens.to(self.device), positions, kv.layers, attention, given).cpu()
 
     def scalings(self) -> list[Scaling]:
-        """The pairs of layers that AWQ can move scales between, in the order in which they are to be scaled."""
+        """The pairs of layers that scales can be moved between, in the order in which they are to be scaled."""
         found: list[Scaling] = []
         for module in self.model.modules():  # type: ignore[attr-defined]
             if isinstance(module, LlamaLayer):
                 found += _scalings(module)
         if not found:
             raise UnsupportedModelError(
-                f"AWQ scales layers like Llama's; {type(self.model).__name__} has none: use gptq or rtn"
+                f"AWQ and SmoothQuant scale layers like Llama's; {type(self.model).__name__} has none: use gptq or rtn"
             )
         return found
 

@@ -89,19 +89,24 @@ def test_transformers_loads_it(quire, byte_llama, tmp_path):
         torch.testing.assert_close(loaded(tokens).logits, plain(tokens).logits, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("algorithm", ["gptq", "awq", "awq-gptq"])
-def test_calibrated_codes_err_less(quire, byte_llama, tmp_path, text, algorithm):
+@pytest.mark.parametrize(
+    ("scheme", "algorithm"),
+    [("W4A16", "gptq"), ("W4A16", "awq"), ("W4A16", "awq-gptq"), ("W4A16_ASYM", "gptq"), ("FP8", "gptq"),
+     ("FP8_BLOCK", "gptq"), ("W8A8", "smoothquant-gptq"), ("MXFP4", "gptq"), ("NVFP4", "gptq")],
+)  # fmt: skip
+def test_calibrated_codes_err_less(quire, byte_llama, tmp_path, text, scheme, algorithm):
     errors = []
+    group = 32 if scheme.startswith("W4") else None
     for name in ("rtn", algorithm):
         out = tmp_path / name
         flags = ("--samples", 8, "--sample-length", 64) if name != "rtn" else ()
+        flags += () if group is None else ("--group-size", group)
         ran = quire(
-            "quantize", byte_llama, "-o", out, "--scheme", "W4A16", "--group-size", 32, "--algorithm", name,
-            "--calibration", text, *flags,
-        )  # fmt: skip
+            "quantize", byte_llama, "-o", out, "--scheme", scheme, "--algorithm", name, "--calibration", text, *flags
+        )
         assert ran.code == 0, ran.err
         assert (" tokens" in ran.out) == (name != "rtn")
-        errors.append(logit_error(byte_llama, restored(out, "W4A16", 32)))
+        errors.append(logit_error(byte_llama, restored(out, scheme, group)))
     assert errors[1] < 0.9 * errors[0]
 
 
@@ -139,7 +144,8 @@ def test_what_stays_has_the_dtype_asked_for(quire, byte_llama, tmp_path):
         (("--scheme", "W9"), "'W9' is not one of"),
         (("--scheme", "W4A16"), "groups of 128 do not divide; group sizes that do: 16, 32, 64"),
         (("--scheme", "W4A16", "--group-size", 32, "--algorithm", "gptq"), "gptq needs calibration text"),
-        (("--scheme", "FP8", "--algorithm", "gptq", "--calibration", "TEXT"), "use rtn"),
+        (("--scheme", "FP8", "--algorithm", "awq", "--calibration", "TEXT"), "awq is for integers in groups"),
+        (("--scheme", "MXFP4", "--algorithm", "smoothquant", "--calibration", "TEXT"), "that round activations"),
         (("--scheme", "W8A8", "--algorithm", "magic"), "'magic' is not one of rtn"),
         (("--scheme", "W8A8", "--ignore", "q_proj"), "no matrix is called q_proj"),
         (("--scheme", "W8A8", "--dtype", "int4"), "--dtype"),

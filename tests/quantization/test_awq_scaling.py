@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from quire.quantization.awq import output_error, search_input_scales
+from quire.quantization.awq import awq_candidates, output_error, search_scales, smooth_candidates
 from quire.quantization.rounding import restore_groups, round_groups
+from quire.quantization.writer import find_scheme
 from quire.worker.calibration import Scaling
 
 
@@ -26,20 +27,38 @@ def test_large_inputs_get_finer_weights():
     x = large_inputs()
     hessian = x.T @ x / len(x)
     weight = torch.randn(48, 64, generator=torch.Generator().manual_seed(1))
-    scales = search_input_scales([weight], hessian, restore)
+
+    def error_of(scales: torch.Tensor | None) -> torch.Tensor:
+        scales = torch.ones(64) if scales is None else scales
+        return restore(weight * scales) / scales - weight
+
+    rms = hessian.diagonal().sqrt()
+    scales = search_scales(awq_candidates(rms), lambda scales: output_error(error_of(scales), hessian))
     assert scales is not None
     assert scales[::16].min() > scales[1::16].max()
-    plain = restore(weight) - weight
-    scaled = restore(weight * scales) / scales - weight
+    plain, scaled = error_of(None), error_of(scales)
     assert output_error(scaled, hessian) < 0.7 * output_error(plain, hessian)
     # The same by the outputs themselves.
     assert (x @ scaled.T).square().mean() < 0.7 * (x @ plain.T).square().mean()
 
 
-def test_inputs_of_equal_size_need_no_scales():
-    weight = torch.randn(16, 64, generator=torch.Generator().manual_seed(2))
-    assert search_input_scales([weight], torch.eye(64), restore) is None
-    assert search_input_scales([weight], torch.zeros(64, 64), restore) is None
+def test_large_inputs_are_made_even():
+    x = large_inputs()
+    weight = torch.randn(48, 64, generator=torch.Generator().manual_seed(2))
+    scheme = find_scheme("W8A8")
+
+    def error(scales: torch.Tensor | None) -> float:
+        scales = torch.ones(64) if scales is None else scales
+        held = scheme.restore(scheme.round(weight * scales, torch.float32))
+        return float((scheme.restore_input(x / scales) @ held.T - x @ weight.T).square().mean())
+
+    scales = search_scales(smooth_candidates(x.abs().amax(0), weight.abs().amax(0)), error)
+    assert scales is not None and error(scales) < 0.2 * error(None)
+
+
+def test_no_scales_if_none_are_better():
+    assert search_scales(awq_candidates(torch.rand(8)), lambda scales: 1.0) is None
+    assert all(scales.isfinite().all() for scales in awq_candidates(torch.zeros(8)))
 
 
 def test_scales_moved_into_a_norm_change_nothing():

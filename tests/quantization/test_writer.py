@@ -70,6 +70,18 @@ def test_presets_of_the_library_have_the_same_arguments(name):
             assert getattr(written.input_activations, key) == getattr(preset.input_activations, key), key
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_gptq_writes_the_same_layout(name):
+    scheme, weight = find_scheme(name), matrix()
+    x = torch.randn(512, 32, generator=torch.Generator().manual_seed(2)) @ torch.randn(32, 256)
+    plain, chosen = scheme.round(weight, torch.bfloat16), scheme.round_by_gptq(weight, x.T @ x / 512, torch.bfloat16)
+    assert {key: (value.shape, value.dtype) for key, value in plain.items()} == {
+        key: (value.shape, value.dtype) for key, value in chosen.items()
+    }
+    errors = [(x @ (scheme.restore(tensors) - weight).T).square().mean() for tensors in (plain, chosen)]
+    assert errors[1] < 0.5 * errors[0]
+
+
 def test_activation_order_changes_no_layout():
     scheme = find_scheme("W4A16", 32)
     weight = matrix(8, 64)
