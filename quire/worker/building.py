@@ -95,6 +95,7 @@ def build_model(
     _check_invariance(config, platform, dtype)
     _check_block_size(config, platform)
     kv_format = choose_kv_format(config, files, model, dtype)
+    _check_kv_format(kv_format, dtype, platform)
     build = BuildContext(
         config=model,
         ranks=ranks,
@@ -173,6 +174,16 @@ def choose_kv_format(config: EngineConfig, files: ModelFiles, model: ModelConfig
             name,
         )
     return found
+
+
+def _check_kv_format(kv_format: KVFormat, dtype: torch.dtype, platform: Platform) -> None:
+    if kv_format.per_token and dtype is torch.float32 and platform.device.type == "cuda":
+        raise ConfigError(
+            f"kv_cache_dtype {kv_format.name} with float32 activations is not implemented on a GPU; use bfloat16 or "
+            "float16 activations, or fp8",
+            "kv_cache_dtype",
+            kv_format.name,
+        )
 
 
 def resolve_kv_dtype(config: EngineConfig, files: ModelFiles, model: ModelConfig) -> str:

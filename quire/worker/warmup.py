@@ -16,7 +16,9 @@ import numpy as np
 import torch
 from torch import nn
 
+from quire.kernels.kv import QuantizedKV
 from quire.kernels.triton.compiler import Compilers, Task
+from quire.kernels.triton.kv_widen import MIN_QUERIES
 from quire.kernels.triton.launch import let_threads_launch
 from quire.kernels.triton.ops import TritonOps
 from quire.kernels.triton.prefill_attention import LONG_CONTEXT
@@ -84,6 +86,10 @@ def _attention_kernels(model: nn.Module, batch: CudaBatch, grouped: bool) -> Ite
             yield functools.partial(_attend, layer, batch, 1, 1, 1, 0, is_grouped)
         yield functools.partial(_attend, layer, batch, 1, 2, 0, 2, False)
         yield functools.partial(_attend, layer, batch, 1, 2, 0, LONG_CONTEXT + 1, False)
+        if isinstance(batch.kv.layers[0], QuantizedKV):
+            # Prompts whose blocks are converted to 16 bits first.
+            yield functools.partial(_attend, layer, batch, 1, MIN_QUERIES, 0, MIN_QUERIES, False)
+            yield functools.partial(_attend, layer, batch, 1, MIN_QUERIES, 0, LONG_CONTEXT + 1, False)
         for is_grouped in kinds:
             for rows in (33, 257):  # plans of more rows; the attention kernel is the same
                 if rows <= many:

@@ -139,6 +139,8 @@ if ON_GPU:
 def test_decodes_and_prompts(
     name: str, dtype: torch.dtype, heads: int, kv_heads: int, dim: int, window: int | None
 ) -> None:
+    if ON_GPU and dtype is torch.float32 and name != "fp8":
+        pytest.skip("refused by the engine")
     rows = Rows(name, dtype, MIXED, heads, kv_heads, dim)
     for backend in (TritonPagedAttention(), TritonPagedAttention(batch_invariant=True), TorchPagedAttention()):
         inputs = rows.inputs()

@@ -48,7 +48,7 @@ def weight_of(form: str, n: int = N) -> ScaledWeight | BlockScaledWeight:
     return ScaledWeight(codes, scale, HALF, inputs, torch.full((1,), 0.02, device=DEVICE) if form == "static" else None)
 
 
-def assert_near(out: torch.Tensor, expected: torch.Tensor, share: float = 4e-3) -> None:
+def assert_near(out: torch.Tensor, expected: torch.Tensor, share: float = 4 * torch.finfo(HALF).eps) -> None:
     """Within a few roundings of the largest value: a normed input may be rounded to the next code."""
     assert out.shape == expected.shape and out.dtype == expected.dtype
     assert (out.float() - expected.float()).abs().max() <= share * expected.float().abs().max()

@@ -199,14 +199,14 @@ def test_every_row_count_has_a_kernel_for_as_many_rows(rows: int, shape: tuple[i
     config = weight_only.choose(shape[0], shape[1] // 64, rows)
     assert config.kernel != "few" or rows <= config.block_m
     # Up to 128 rows a tile, where the weight has whole ones, is faster than to dequantize the matrix; beyond 256 never.
-    if rows <= 128 and shape[0] % 128 == 0:
+    if rows <= 128 and shape[0] % 256 == 0:
         assert config.kernel != "dequantize"
     elif rows > 256:
         assert config.kernel == "dequantize"
 
 
 def test_kernels_are_listed_for_compilation(products: WeightOnlyProducts) -> None:
-    weight = random_weight(128, 1024, bits=4, group=32, zeros=True)
+    weight = random_weight(256, 1024, bits=4, group=32, zeros=True)
     kernels = products.kernels_of(weight, normed=True, gated=True, bias=False, max_rows=64)
     assert {kernel.config.kernel for kernel in kernels} == {"few", "tile"}
     assert len({kernel.key for kernel in kernels}) == len(kernels)

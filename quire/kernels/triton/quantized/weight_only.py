@@ -41,7 +41,7 @@ TILES = {16: (128, 4, 8), 32: (64, 4, 8), 64: (64, 4, 5), 128: (64, 4, 6), 256: 
 TALL_TILES = TILES | {32: (128, 4, 6), 128: (64, 4, 3)}
 """The same for weights of at least MANY_OUTPUTS outputs."""
 MIN_SPANS = 8
-"""Spans of inputs that `tile` needs; it also needs whole tiles of outputs."""
+"""Spans of inputs that `tile` is used from; it also needs whole tiles of outputs, of gate and up alike."""
 DEEP = 64
 """Spans of inputs from which on a weight is deep: more programs share its inputs."""
 MANY_OUTPUTS = 16384
@@ -84,7 +84,7 @@ def choose(outputs: int, spans: int, rows: int) -> WeightOnlyConfig:
         block_n = 32 if bucket == 8 and is_tall else 16
         depth = 6 if is_deep else 4 if outputs > 4096 or bucket == 16 else 8
         return WeightOnlyConfig("few", block_n, max(bucket, 8), 8 if is_deep else 4, depth)
-    if outputs % 128 or spans < MIN_SPANS:
+    if outputs % 256 or spans < MIN_SPANS:
         return WeightOnlyConfig("dequantize")
     block_n, warps, stages = (TALL_TILES if is_tall else TILES)[max(bucket, 16)]
     config = WeightOnlyConfig("tile", block_n, max(bucket, 16), warps, stages)
