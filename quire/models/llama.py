@@ -187,7 +187,7 @@ class LlamaForCausalLM(nn.Module):
         ranks = self.build.ranks
         return (
             name.endswith("rotary_emb.inv_freq")
-            or (name == "lm_head.weight" and (self.build.config.tie_embeddings or not ranks.is_last_stage))
+            or (name.startswith("lm_head.") and (self.build.config.tie_embeddings or not ranks.is_last_stage))
             or (name == "model.embed_tokens.weight" and not ranks.is_first_stage)
             or (name == "model.norm.weight" and not ranks.is_last_stage)
             or in_other_stage(name, "model.layers", self.build)
