@@ -31,6 +31,7 @@ VALUES = {
     "ray_env": ("A_VARIABLE", "ANOTHER"),
     "gpu_memory_utilization": 0.5,
     "cpu_kv_cache_share": 0.125,
+    "weight_copy_share": 0.5,
     "max_step_stretch": 1.5,
     "tenant_weights": {"gold": 2.5, "*": 1},
     "tenant_max_rows": {"gold": 0.5, "*": 3},

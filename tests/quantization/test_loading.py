@@ -9,6 +9,7 @@ from quire.layers.matrices import MatrixPart, assembly_targets
 from quire.loading.dummy import DummyCheckpoint
 from quire.loading.files import local_files
 from quire.loading.load import load_weights, open_checkpoint
+from quire.loading.weights import AnyTarget, AssemblyPart
 from quire.quantization.formats.fp4 import Fp4Format
 from quire.quantization.formats.grouped import AwqFormat, GptqFormat, PackedFormat
 from quire.quantization.formats.scaled import BlockFormat, ScaledFormat
@@ -70,13 +71,21 @@ def test_ranks_make_parts_of_the_same_random_weights(found):
     assert torch.equal(part.dequantize(), whole.dequantize()[128:, 256:])
 
 
+def dtype_of(part: AnyTarget) -> torch.dtype:
+    return part.dtypes[0] if isinstance(part, AssemblyPart) else part.into.dtype
+
+
+def is_optional(part: AnyTarget) -> bool:
+    return isinstance(part, AssemblyPart) and part.optional
+
+
 @pytest.mark.parametrize("found", FORMATS, ids=lambda found: found.describe())
 def test_a_loaded_weight_takes_the_memory_of_its_file(found):
     weight, targets = targets_of(found)
     stored = sum(
-        torch.empty(part.shape, dtype=part.dtypes[0], device="meta").nbytes
+        torch.empty(part.shape, dtype=dtype_of(part), device="meta").nbytes
         for (part,) in targets.values()
-        if not part.optional
+        if not is_optional(part)
     )
     widened = getattr(found, "held", 0) != getattr(found, "bits", 0)
     float_scales_of_small_groups = isinstance(found, BlockFormat) and found.block == (1, 32)
@@ -109,10 +118,10 @@ def test_each_tensor_is_needed_in_its_shape_and_dtype(tmp_path, found):
     tensors = saved(tmp_path, found)
     _, targets = targets_of(found)
     for name, (part,) in targets.items():
-        if part.optional and name not in tensors:
-            tensors[name] = torch.zeros(part.shape, dtype=part.dtypes[0])
+        if is_optional(part) and name not in tensors:
+            tensors[name] = torch.zeros(part.shape, dtype=dtype_of(part))
         others = {other: tensor for other, tensor in tensors.items() if other != name}
-        if not part.optional:
+        if not is_optional(part):
             with pytest.raises(CheckpointError, match=f"1 tensor missing from the checkpoint:\n  - {name} "):
                 load(tmp_path, found, others)
         larger = torch.zeros([size + 1 for size in part.shape] or [2], dtype=tensors[name].dtype)
@@ -134,3 +143,11 @@ def test_a_tensor_of_another_format_is_refused(tmp_path):
     tensors[f"{MODULE}.pre_quant_scale"] = torch.ones(SHAPE[1])
     with pytest.raises(CheckpointError, match=f"unknown to the model:\n  - {MODULE}.pre_quant_scale"):
         load(tmp_path, AwqFormat(), tensors)
+
+
+def test_codes_that_are_not_numbers_are_refused(tmp_path):
+    found = BlockFormat()
+    tensors = saved(tmp_path, found)
+    tensors[f"{MODULE}.weight"].view(torch.uint8)[3, 5] = 0xFF
+    with pytest.raises(CheckpointError, match=f"the tensor '{MODULE}.weight' has NaN values"):
+        load(tmp_path, found, tensors)
