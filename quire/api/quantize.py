@@ -23,7 +23,7 @@ from quire.loading.progress import count_bar
 from quire.loading.tokenizer import tokenizer_of
 from quire.platforms import choose
 from quire.quantization.awq import awq_candidates, output_error, search_scales, smooth_candidates
-from quire.quantization.gptq import DAMPING
+from quire.quantization.gptq import DAMPING, corrected
 from quire.quantization.rounding import round_groups
 from quire.quantization.writer import SHARD_BYTES, CheckpointWriter, WriteScheme
 from quire.worker.building import DTYPES
@@ -130,12 +130,13 @@ def quantize_checkpoint(config: EngineConfig, output: Path, settings: QuantizeSe
     report = QuantizeReport(output, name, calibration_tokens=sum(map(len, sequences)))
     job = _Job(settings, stored, writer, report)
     hidden: list[torch.Tensor] | None = None
+    exact: list[torch.Tensor] | None = None
     consumed: set[str] = set()
     with count_bar(f"quantizing {config.model}", model.num_layers) as show:
         for layer in range(model.num_layers):
             stage = load_stage(build, files, model, platform, checkpoint, layer, length)
             if sequences:
-                stage.observe(sequences, hidden)
+                exact = stage.observe(sequences, hidden, exact)
             job.quantize(stage)
             consumed.update(stage.consumed)
             if sequences and layer + 1 < model.num_layers:
@@ -209,9 +210,12 @@ class _Job:
         if self._settings.algorithm.startswith(("awq", "smoothquant")):
             self._scale(stage, {matrix.fused.data_ptr() for matrix in chosen})
         self.report.ignored += stage.unquantized
+        # Of whole fused matrices, before their parts are rounded one by one.
+        peaks = {matrix.fused.data_ptr(): matrix.fused.abs().amax() for matrix in chosen}
+        names = {matrix.name for matrix in chosen}
         for matrix in stage.matrices:
-            if matrix in chosen:
-                self._quantize_one(stage, matrix)
+            if matrix.name in names:
+                self._quantize_one(stage, matrix, peaks[matrix.fused.data_ptr()])
             else:
                 self.report.ignored.append(matrix.name)
                 self.keep(f"{matrix.name}.weight", matrix.read())
@@ -277,16 +281,18 @@ class _Job:
     def _rounded(self, weight: torch.Tensor) -> torch.Tensor:
         return self._scheme.restore(self._scheme.round(weight, self._stored))
 
-    def _quantize_one(self, stage: LayerStage, matrix: Matrix) -> None:
+    def _quantize_one(self, stage: LayerStage, matrix: Matrix, peak: torch.Tensor) -> None:
         weight = matrix.read()
         scheme, settings = self._scheme, self._settings
         moments = stage.moments_of(matrix.fused)
-        peak = matrix.fused.abs().amax()
         if moments is None or not moments.count or settings.algorithm in ("rtn", "smoothquant"):
             tensors = scheme.round(weight, self._stored, peak, settings.search)
         elif settings.algorithm.endswith("gptq"):
+            aim = weight
+            if moments.cross is not None:
+                aim = corrected(weight, moments.mean, moments.cross / moments.count, settings.damping)
             tensors = scheme.round_by_gptq(
-                weight, moments.mean, self._stored, peak, settings.damping, settings.by_importance
+                aim, moments.mean, self._stored, peak, settings.damping, settings.by_importance
             )
         else:
             assert scheme.group is not None

@@ -18,6 +18,18 @@ BLOCK = 128
 MAX_DAMPING = 10.0
 
 
+def corrected(
+    weight: torch.Tensor, hessian: torch.Tensor, cross: torch.Tensor, damping: float = DAMPING
+) -> torch.Tensor:
+    """The weight [out, in] that comes nearest to the outputs of the model before anything was rounded.
+
+    Inputs x differ from the exact ones by the errors of the layers before; `cross` is the mean of (exact - x) x^T. The
+    correction is the regression of weight (exact - x) on x, as in GPTAQ (arXiv 2504.02692).
+    """
+    damped = hessian.float() + torch.eye(len(hessian), device=hessian.device) * (damping * hessian.diagonal().mean())
+    return weight.float() + torch.linalg.solve(damped, (weight.float() @ cross.float()).t()).t()
+
+
 def gptq_groups(
     weight: torch.Tensor,
     hessian: torch.Tensor,

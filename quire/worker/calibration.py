@@ -7,6 +7,7 @@ and memory holds one layer's weights at a time.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -70,17 +71,25 @@ SAMPLED_ROWS, ROWS_AT_ONCE = 512, 16
 
 
 class InputMoments:
-    """What a matrix was multiplied with: the sum of x x^T, the largest values, and a sample."""
+    """What a matrix was multiplied with: the sum of x x^T, the largest values, and a sample.
+
+    `cross` is the sum of (exact - x) x^T, where exact is the same input in the model before anything was rounded.
+    """
 
     def __init__(self, width: int, device: torch.device) -> None:
         self.total = torch.zeros(width, width, device=device)
+        self.cross: torch.Tensor | None = None
         self.peaks = torch.zeros(width, device=device)
         self.count = 0
         self._sample: list[torch.Tensor] = []
 
-    def add(self, x: torch.Tensor) -> None:
+    def add(self, x: torch.Tensor, exact: torch.Tensor | None = None) -> None:
         wide = x.float()
         self.total.addmm_(wide.t(), wide)
+        if exact is not None:
+            if self.cross is None:
+                self.cross = torch.zeros_like(self.total)
+            self.cross.addmm_((exact.float() - wide).t(), wide)
         self.peaks = torch.maximum(self.peaks, wide.abs().amax(0))
         self.count += len(x)
         if len(self._sample) < SAMPLED_ROWS // ROWS_AT_ONCE:
@@ -91,6 +100,8 @@ class InputMoments:
     def scale(self, scales: torch.Tensor) -> None:
         """The inputs have been divided by these numbers [in]."""
         self.total /= torch.outer(scales, scales)
+        if self.cross is not None:
+            self.cross /= torch.outer(scales, scales)
         self.peaks /= scales
         self._sample = [rows / scales for rows in self._sample]
 
@@ -149,26 +160,26 @@ class Scaling:
 
 
 class ObservedOps:
-    """Kernels that show `see` the input of each product: see(matrix, x)."""
+    """Kernels that show `see` the input of each product: see(matrix, x, whether x has all tokens of the step)."""
 
-    def __init__(self, ops: Ops, see: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
+    def __init__(self, ops: Ops, see: Callable[[torch.Tensor, torch.Tensor, bool], None]) -> None:
         self._ops, self._see = ops, see
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._ops, name)
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor, *rest: Any, **named: Any) -> torch.Tensor:
-        self._see(weight, x)
+        self._see(weight, x, True)
         return self._ops.linear(x, weight, *rest, **named)
 
     def gated_linear(self, x: torch.Tensor, weight: torch.Tensor, *rest: Any, **named: Any) -> torch.Tensor:
-        self._see(weight, x)
+        self._see(weight, x, True)
         return self._ops.gated_linear(x, weight, *rest, **named)
 
     def linear_add(
         self, stream: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, *rest: Any, **named: Any
     ) -> torch.Tensor | None:
-        self._see(weight, x)
+        self._see(weight, x, True)
         return self._ops.linear_add(stream, x, weight, *rest, **named)
 
     def norm_linear(
@@ -197,7 +208,8 @@ class ObservedOps:
         for expert in experts.unique().tolist():
             if 0 <= expert < len(gate_up):
                 own = x[(experts == expert).any(-1)]
-                self._see(down[expert], self.gated_linear(own, gate_up[expert]))
+                self._see(gate_up[expert], own, False)
+                self._see(down[expert], self._ops.gated_linear(own, gate_up[expert]), False)
         return self._ops.experts(x, weights, experts, gate_up, down)
 
     def sparse_mlp(
@@ -244,24 +256,48 @@ class LayerStage:
         """The layer's outputs, on the host. `hidden`: those of the layer before, None for the first."""
         return list(self._run(sequences, hidden))
 
-    def observe(self, sequences: Sequence[torch.Tensor], hidden: Sequence[torch.Tensor] | None) -> None:
-        """Collect the moments of all inputs of the layer's matrices."""
-        fused = {matrix.fused.data_ptr(): matrix.fused for matrix in self.matrices}
+    def observe(
+        self,
+        sequences: Sequence[torch.Tensor],
+        hidden: Sequence[torch.Tensor] | None,
+        exact: Sequence[torch.Tensor] | None = None,
+    ) -> list[torch.Tensor]:
+        """Collect the moments of all inputs of the layer's matrices.
 
-        def see(weight: torch.Tensor, x: torch.Tensor) -> None:
-            if (key := weight.data_ptr()) in fused:
+        `exact`: what `hidden` would be if nothing had been rounded; returns the layer's outputs for these (else for
+        `hidden`), on the host.
+        """
+        fused = {matrix.fused.data_ptr() for matrix in self.matrices}
+        held: dict[int, torch.Tensor] = {}
+
+        def keep(weight: torch.Tensor, x: torch.Tensor, whole: bool) -> None:
+            if whole and weight.data_ptr() in fused:
+                held[weight.data_ptr()] = x.clone()
+
+        def add(weight: torch.Tensor, x: torch.Tensor, whole: bool) -> None:
+            if (key := weight.data_ptr()) in fused and len(x):
                 if key not in self.moments:
                     self.moments[key] = InputMoments(weight.shape[-1], weight.device)
-                if len(x):
-                    self.moments[key].add(x)
+                self.moments[key].add(x, held.get(key))
 
+        outputs: list[torch.Tensor] = []
+        for index, tokens in enumerate(sequences):
+            if exact is not None:
+                with self._observed(keep):
+                    outputs += self._run([tokens], [exact[index]])
+            with self._observed(add):
+                found = self.run([tokens], None if hidden is None else [hidden[index]])
+            outputs += found if exact is None else []
+        return outputs
+
+    @contextmanager
+    def _observed(self, see: Callable[[torch.Tensor, torch.Tensor, bool], None]) -> Iterator[None]:
         modules = [module for module in self.model.modules() if hasattr(module, "ops")]  # type: ignore[attr-defined]
         before = [module.ops for module in modules]
         for module in modules:
             module.ops = ObservedOps(module.ops, see)
         try:
-            for _ in self._run(sequences, hidden):
-                pass
+            yield
         finally:
             for module, ops in zip(modules, before, strict=True):
                 module.ops = ops

@@ -76,6 +76,16 @@ def test_a_written_checkpoint(quire, byte_llama, tmp_path, scheme, group, bound)
     assert (out / "tokenizer.json").read_bytes() == (byte_llama / "tokenizer.json").read_bytes()
 
 
+def test_parts_of_a_fused_layer_share_nvfp4_divisors(quire, byte_llama, tmp_path):
+    assert quire("quantize", byte_llama, "-o", tmp_path / "out", "--scheme", "NVFP4").code == 0
+    written, original = load_file(tmp_path / "out" / "model.safetensors"), load_file(byte_llama / "model.safetensors")
+    for parts in (PARTS[:3], PARTS[3:4], PARTS[4:6], PARTS[6:]):
+        names = [f"model.layers.1.{part}" for part in parts]
+        peak = max(float(original[f"{name}.weight"].abs().max()) for name in names)
+        for name in names:
+            assert float(written[f"{name}.weight_global_scale"]) == pytest.approx(448 * 6 / peak)
+
+
 def test_transformers_loads_it(quire, byte_llama, tmp_path):
     pytest.importorskip("compressed_tensors")
     pytest.importorskip("accelerate")
