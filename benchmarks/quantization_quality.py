@@ -34,12 +34,17 @@ class Row:
     group: int | None = None
     algorithm: str = "rtn"
     kv: str = "auto"
+    correct: bool = False
 
 
 ROWS = {
-    "fp8": Row("FP8, a scale per output", "FP8"),
-    "fp8-block": Row("FP8, 128x128 blocks", "FP8_BLOCK"),
-    "w8a8": Row("INT8 W8A8", "W8A8"),
+    "fp8": Row("FP8, a scale per output, rtn", "FP8"),
+    "fp8-gptq": Row("FP8, a scale per output, gptq", "FP8", algorithm="gptq"),
+    "fp8-smoothquant-gptq": Row("FP8, a scale per output, smoothquant-gptq", "FP8", algorithm="smoothquant-gptq"),
+    "fp8-block": Row("FP8, 128x128 blocks, rtn", "FP8_BLOCK"),
+    "w8a8": Row("INT8 W8A8, rtn", "W8A8"),
+    "w8a8-smoothquant": Row("INT8 W8A8, smoothquant", "W8A8", algorithm="smoothquant"),
+    "w8a8-smoothquant-gptq": Row("INT8 W8A8, smoothquant-gptq", "W8A8", algorithm="smoothquant-gptq"),
     **{
         f"w4a16-g{group}-{algorithm}": Row(f"INT4, groups of {group}, {algorithm}", "W4A16", group, algorithm)
         for group in (64, 32)
@@ -47,8 +52,13 @@ ROWS = {
     },
     "w4a16-asym-g32-rtn": Row("INT4 with zero points, groups of 32, rtn", "W4A16_ASYM", 32),
     "w4a16-asym-g32-gptq": Row("INT4 with zero points, groups of 32, gptq", "W4A16_ASYM", 32, "gptq"),
-    "nvfp4": Row("NVFP4", "NVFP4"),
-    "mxfp4": Row("MXFP4", "MXFP4"),
+    "w4a16-asym-g32-gptq-correct": Row(
+        "INT4 with zero points, groups of 32, gptq --correct", "W4A16_ASYM", 32, "gptq", correct=True
+    ),
+    "nvfp4": Row("NVFP4, rtn", "NVFP4"),
+    "nvfp4-gptq": Row("NVFP4, gptq", "NVFP4", algorithm="gptq"),
+    "mxfp4": Row("MXFP4, rtn", "MXFP4"),
+    "mxfp4-gptq": Row("MXFP4, gptq", "MXFP4", algorithm="gptq"),
     "kv-fp8": Row("KV cache fp8", kv="fp8"),
     "kv-fp8-token": Row("KV cache fp8_per_token_head", kv="fp8_per_token_head"),
     "kv-int8-token": Row("KV cache int8_per_token_head", kv="int8_per_token_head"),
@@ -83,7 +93,9 @@ def main() -> None:
             if row.scheme is not None:
                 out = Path(folder) / name
                 text_used = None if row.algorithm == "rtn" else Calibration(calibration, args.samples)
-                settings = QuantizeSettings(find_scheme(row.scheme, row.group), row.algorithm, text_used)
+                settings = QuantizeSettings(
+                    find_scheme(row.scheme, row.group), row.algorithm, text_used, correct=row.correct
+                )
                 quantize_checkpoint(base, out, settings)
                 config = EngineConfig(model=str(out), device=args.device, dtype="bfloat16")
             found = measure(config, None if args.alone else base)

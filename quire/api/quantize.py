@@ -61,6 +61,8 @@ class QuantizeSettings:
     """Of GPTQ."""
     by_importance: bool = True
     """GPTQ rounds columns with large inputs first."""
+    correct: bool = False
+    """GPTQ aims at the outputs of the unquantized model, so that layers make up for the errors of those before."""
     shard_bytes: int = SHARD_BYTES
 
     def __post_init__(self) -> None:
@@ -136,7 +138,8 @@ def quantize_checkpoint(config: EngineConfig, output: Path, settings: QuantizeSe
         for layer in range(model.num_layers):
             stage = load_stage(build, files, model, platform, checkpoint, layer, length)
             if sequences:
-                exact = stage.observe(sequences, hidden, exact)
+                outputs = stage.observe(sequences, hidden, exact)
+                exact = outputs if settings.correct else None
             job.quantize(stage)
             consumed.update(stage.consumed)
             if sequences and layer + 1 < model.num_layers:

@@ -75,6 +75,11 @@ def configure(parser: Parser) -> None:
         "--actorder", choices=("weight", "none"), default="weight",
         help="order of the columns: weight: those with large inputs first; the file's layout is the same",
     )  # fmt: skip
+    gptq.add_argument(
+        "--correct", action="store_true",
+        help="aim at the outputs of the unquantized model: layers make up for the errors of those before; half as long "
+        "again",
+    )  # fmt: skip
     add_engine_flags(parser, FLAGS)
     add_common(parser)
 
@@ -92,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
         calibration = Calibration(read_text(args.calibration), args.samples, args.sample_length)
     settings = QuantizeSettings(
         find_scheme(args.scheme, args.group_size), args.algorithm, calibration if args.algorithm != "rtn" else None,
-        tuple(args.ignore), args.search, args.damping, args.actorder == "weight", args.shard_size,
+        tuple(args.ignore), args.search, args.damping, args.actorder == "weight", args.correct, args.shard_size,
     )  # fmt: skip
     text = None if args.text is None else read_text(args.text)
     output = Path(args.output)
