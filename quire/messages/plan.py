@@ -3,9 +3,8 @@
 A plan carries differences: the rows, blocks and tokens the device does not have yet. Arrays are numpy, so that a plan
 of a thousand rows costs no Python loop.
 
-A *cache group* is the layers whose KV has the same lifetime; it has one block table. There is one group today, so
-`block_rows`, `block_indices` and `blocks` name none. A row's *width* is its entry in `counts`: the number of its query
-tokens in the step, 1 for a plain decode.
+A *cache group* (`messages/caches.py`) is the layers whose caches have the same lifetime; a row has one block table for
+each. A row's *width* is its entry in `counts`: the number of its query tokens in the step, 1 for a plain decode.
 """
 
 from __future__ import annotations
@@ -101,7 +100,7 @@ class StepPlan(msgspec.Struct):
     block_rows: Ints
     block_indices: Ints
     blocks: Ints
-    """Changes of the one cache group's block table: table[block_rows, block_indices] = blocks."""
+    """Changes of block tables: tables[block_groups][block_rows, block_indices] = blocks."""
     max_context: int
     """Upper bound on the tokens of any scheduled row after this step."""
     reset: bool = False
@@ -115,7 +114,12 @@ class StepPlan(msgspec.Struct):
     forced: list[tuple[int, int]] = []
     """(row, token): replaces the row's last token; also for rows that this plan adds."""
     copies: list[tuple[int, int]] = []
-    """(from, to) blocks to copy before anything is computed: first writes into shared blocks."""
+    """(from, to) blocks to copy before anything is computed: first writes into shared blocks, and states that rows
+    start from."""
+    block_groups: Ints = np.empty(0, np.int32)
+    """The cache group of each change of a block table; empty: all are of group 0."""
+    snapshots: list[tuple[int, int]] = []
+    """(from, to) blocks to copy once everything is computed: states that are kept, and those of forked rows."""
     moves: Moves | None = None
     groups: list[PrefixGroup] | None = None
     """All groups of rows that share a prefix; None: unchanged since the last plan that had some."""

@@ -70,6 +70,12 @@ class AttentionInputs:
     once the keys and values of its last layer are written."""
     plans: dict[Any, Any] = field(default_factory=dict)
     """What a backend computed for this step and needs again in the next layer."""
+    siblings: tuple[AttentionInputs, ...] = ()
+    """The same step over each cache group, this one included; empty if the model has one group."""
+
+    def of(self, group: int) -> AttentionInputs:
+        """The same step as seen by the layers of a cache group."""
+        return self.siblings[group] if self.siblings else self
 
     def own_tables(self, width: int) -> torch.Tensor:
         """[S, width]: the rows' tables, gathered if needed."""
