@@ -201,6 +201,14 @@ class BlockTables:
             table.blocks = [*hole(table.first), *pages]
             table.published = len(hit.blocks)
 
+    def start_with(self, owner: BlockOwner, groups: Sequence[tuple[int, Sequence[int | None]]], tokens: int) -> None:
+        """Start the owner's tables with pages it holds already: for each group the index of the first and the pages,
+        which hold `tokens` tokens."""
+        pages = iter([(first, [page for page in own if page is not None]) for first, own in groups])
+        owner.blocks.extend(next(pages)[1] if self.has_full else hole(self.blocks_for(tokens)))
+        for table, (first, own) in zip(self.tables_of(owner), pages, strict=True):
+            table.first, table.blocks = first, [*hole(first), *own]
+
     def tables_of(self, owner: BlockOwner) -> list[GroupTable]:
         """The owner's tables in the other groups; empty tables if it has none."""
         tables: list[GroupTable] = owner.tables  # type: ignore[attr-defined]

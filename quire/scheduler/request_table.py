@@ -447,6 +447,11 @@ class RequestTable:
         parent = request.keys[full - 1] if full else self._keys.root(request.source.salt)
         return self._keys.key_after(parent, request.tokens(full * self.tables.block_size, tokens))
 
+    def end_key(self, request: Request, tokens: int) -> bytes:
+        """The content key of the request's first `tokens` tokens, whether they end within a block or not."""
+        full, is_partial = divmod(tokens, self.tables.block_size)
+        return self.partial_key(request, tokens) if is_partial or not full else request.keys[full - 1]
+
     def publish_output(self, request: Request) -> None:
         """Blocks of generated tokens enter the prefix cache once their tokens are known (the last has no KV yet)."""
         full = (request.known - 1) // self.tables.block_size
