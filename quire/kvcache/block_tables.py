@@ -169,16 +169,19 @@ class BlockTables:
             return self.blocks_for(tokens) - len(hit.blocks) + self.cost_of_sharing(hit.blocks)
         fresh, end, size = 0, len(hit.blocks), self.block_size
         blocks = self.blocks_for(tokens)
-        for number, group in enumerate(self.groups):
+        for group in self.groups:
             if group.kind == "full":
                 fresh += blocks - end
             elif group.kind == "window":
                 first = first_needed(group, end * size, size)
                 held = end - first
                 fresh += max(0, min(blocks - first, max(held, most_window_blocks(group, size))) - held)
-        state = self.state_pages  # a snapshot that nothing else uses can become the live state
-        pages = [page for (_, group), pages in self._zip(hit) if group.kind != "state" for page in pages]
-        return fresh + state + self.cost_of_sharing([*(hit.blocks if self.has_full else ()), *pages])
+        for (_, group), pages in self._zip(hit):
+            idle = self.cost_of_sharing(pages)
+            # A snapshot that nothing else uses can become the live state; another is copied.
+            is_taken = group.kind == "state" and idle == group.pages
+            fresh += idle + (group.pages if group.kind == "state" and not is_taken else 0)
+        return fresh + (self.cost_of_sharing(hit.blocks) if self.has_full else 0)
 
     def _zip(self, hit: Hit) -> Iterable[tuple[tuple[int, CacheGroup], list[int]]]:
         return zip(self.others, hit.pages, strict=True)
