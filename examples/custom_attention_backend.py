@@ -10,10 +10,10 @@ class TextbookAttention:
 
     graph_safe = False  # it asks the device how long each row is, which a captured graph cannot
 
-    def prepare(self, heads, kv, inputs, spec):  # before a layer's keys are written; nothing to work out ahead
-        assert spec.sinks is None and spec.soft_cap is None, "not in this textbook"
+    def prepare(self, heads, kv, inputs, spec): ...  # before a layer's keys are written; nothing to work out ahead
 
     def attend(self, q, kv, inputs, spec):
+        assert spec.sinks is None and spec.soft_cap is None, "not in this textbook"
         out, group = torch.empty_like(q), q.shape[1] // kv.shape[2]  # `group` query heads share a KV head
         for row in range(inputs.num_rows):
             begin, end = inputs.query_starts[row : row + 2].tolist()

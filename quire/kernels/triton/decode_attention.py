@@ -212,8 +212,8 @@ def _decode(
     q, kv, out, tables, rows, lens, plan, partial, stats, counters, shared, seen_sums, seen_stats, sinks,
     scale, stride_q, stride_block, stride_half, stride_head, stride_table, scales,
     WINDOW: tl.constexpr, CAP: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr, OWN_P2: tl.constexpr,
-    KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_P2: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr, SHARED: tl.constexpr, CODES: tl.constexpr,
+    KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_P2: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+    PARTS: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, SHARED: tl.constexpr, CODES: tl.constexpr,
     TOKEN_SCALES: tl.constexpr, VALUES: tl.constexpr, FAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A program's range of tiles, segment by segment; a segment is the part of the range in one row and KV head."""
@@ -465,5 +465,6 @@ class DecodeAttention:
         _decode[(self._programs,)](
             q, codes, out, tables, rows, lens, plan, self._partial, self._stats, self._counters, *seen, sinks, factor,
             q.stride(0), stride_block, stride_half, stride_head, tables.stride(0),
-            WINDOW=window or 0, CAP=cap, BLOCK=kv.shape[3], SHARED=prefix is not None, **read_arguments(kv), **self._constants,
+            WINDOW=window or 0, CAP=cap, BLOCK=kv.shape[3], SHARED=prefix is not None, **read_arguments(kv),
+            **self._constants,
         )  # fmt: skip

@@ -128,7 +128,8 @@ def _prefix(
     q, kv, sums, stats, tables, tile_members, tile_rows, tile_lens, plan, partial, partial_stats, counters, scale,
     stride_q, stride_block, stride_half, stride_head, stride_table, scales,
     CAP: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_P2: tl.constexpr,
-    M: tl.constexpr, MEMBERS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    M: tl.constexpr, MEMBERS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
     CODES: tl.constexpr, TOKEN_SCALES: tl.constexpr, VALUES: tl.constexpr, FAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A program's range, segment by segment; a segment is the part of the range in one query tile and KV head."""

@@ -56,8 +56,9 @@ class TritonPagedAttention(PrefixGroupBackend):
                 tile.tokens(heads // kv.shape[2]),
             )  # fmt: skip
             inputs.plans["tiles", shape] = (tiles, tile)
-        wide = isinstance(kv, QuantizedKV) and kv.unit_scales and window is None and not self._invariant
-        if decodes < inputs.num_rows and wide and ("wide", shape) not in inputs.plans:
+        if window is not None or self._invariant or decodes == inputs.num_rows or ("wide", shape) in inputs.plans:
+            return
+        if isinstance(kv, QuantizedKV) and kv.unit_scales:
             inputs.plans["wide", shape] = self._plan_wide(kv, inputs, decodes)
 
     def attend(self, q: torch.Tensor, kv: LayerKV, inputs: AttentionInputs, spec: AttentionSpec) -> torch.Tensor:
