@@ -17,8 +17,7 @@ class TextbookAttention:
         out, group = torch.empty_like(q), q.shape[1] // kv.shape[2]  # `group` query heads share a KV head
         for row in range(inputs.num_rows):
             begin, end = inputs.query_starts[row : row + 2].tolist()
-            context = int(inputs.context_lens[row])
-            past = context - (end - begin)
+            past = (context := int(inputs.context_lens[row])) - (end - begin)
             blocks = inputs.own_tables(-(-context // kv.shape[3]))[row].long()  # the last one may be part full
             keys, values = kv[blocks].permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :context].repeat_interleave(group, 1)
             seen = q.new_ones(end - begin, context).tril(past).triu(past + 1 - (spec.window or context))
