@@ -24,6 +24,8 @@ class KVSpec:
     num_layers: int
     num_kv_heads: int
     head_dim: int
+    latent_width: int = 0
+    """Latent attention: values a token, in place of keys and values by head."""
 
 
 @dataclass(frozen=True)
@@ -125,6 +127,25 @@ class AttentionBackend(Protocol):
         kv is one layer's cache [blocks, 2, kv_heads, block_size, head_dim] and already holds this step's tokens.
         Query j of a row (counted from its last) sits at position context_len - query_len + j. With a window, blocks
         that lie wholly before the window of a row's first query are not read: their entries in the table are stale.
+        """
+        ...
+
+
+class LatentBackend(Protocol):
+    """Latent attention (MLA) over the paged cache: keys and values of all heads come from one vector a token."""
+
+    def prepare(self, inputs: AttentionInputs, kv: torch.Tensor) -> None:
+        """Called in each layer before its latents are written: the place to compute what is needed once per step."""
+        ...
+
+    def attend(
+        self, q: torch.Tensor, kv: torch.Tensor, up: torch.Tensor, inputs: AttentionInputs, scale: float
+    ) -> torch.Tensor:
+        """Causal attention of q [T, heads, nope + rope], rotated; returns [T, heads * value_dim].
+
+        kv is one layer's cache [blocks, block_size, rank + rope] and already holds this step's tokens. up
+        [heads, nope + value_dim, rank]: a head's keys are (up[:nope] @ latent, the rotated rest), its values
+        up[nope:] @ latent.
         """
         ...
 

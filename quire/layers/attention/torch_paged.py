@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from quire.kernels.kv import LayerKV, QuantizedKV
-from quire.layers.attention.base import AttentionInputs, AttentionSpec
+from quire.layers.attention.base import AttentionInputs, AttentionSpec, LatentBackend
 
 # Elements of the largest intermediate tensor (256 MiB in float32): rows are processed in groups, queries in spans.
 _MAX_ELEMENTS = 1 << 26
@@ -15,6 +15,12 @@ class TorchPagedAttention:
     """Gathers each row's blocks, pads to the longest context, masks. Decodes and longer rows run separately."""
 
     graph_safe = False
+
+    def latent(self) -> LatentBackend:
+        """The same for latent caches."""
+        from quire.layers.attention.torch_latent import TorchLatentAttention
+
+        return TorchLatentAttention()
 
     def prepare(self, heads: int, kv: LayerKV, inputs: AttentionInputs, spec: AttentionSpec) -> None:
         """Nothing to compute ahead."""
