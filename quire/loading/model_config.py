@@ -84,8 +84,8 @@ class ModelConfig:
 
 # A config.json omits values that equal its family's defaults.
 _TIED_BY_DEFAULT = {"gpt2": True}
-_WINDOWED = frozenset({"mistral", "mixtral"})
-_WINDOW_BY_DEFAULT = {"mistral": 4096}
+_WINDOWED = frozenset({"gpt_oss", "mistral", "mixtral"})
+_WINDOW_BY_DEFAULT = {"gpt_oss": 128, "mistral": 4096}
 _ROTARY_PART_BY_DEFAULT = {"gpt_neox": 0.25}
 _FULL_LAYERS_BY_DEFAULT = 28
 _LEARNED_POSITIONS = frozenset({"gpt2"})
@@ -130,6 +130,8 @@ def _windows(raw: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
     kinds = raw.get("layer_types")
     if kinds is not None:
         return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    if family == "gpt_oss":
+        return tuple(None if layer % 2 else window for layer in range(layers))
     border = raw.get("max_window_layers", _FULL_LAYERS_BY_DEFAULT)
     if family == "qwen2_moe":  # every other layer below the border; other Qwen models: all layers from the border on
         return tuple(window if layer % 2 == 0 and layer < border else None for layer in range(layers))

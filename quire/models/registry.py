@@ -10,6 +10,7 @@ _KNOWN = {
     "DeepseekV2ForCausalLM": "quire.models.deepseek.DeepseekV2ForCausalLM",
     "DeepseekV3ForCausalLM": "quire.models.deepseek.DeepseekV3ForCausalLM",
     "GPT2LMHeadModel": "quire.models.gpt2.GPT2LMHeadModel",
+    "GptOssForCausalLM": "quire.models.gpt_oss.GptOssForCausalLM",
     "GPTNeoXForCausalLM": "quire.models.gpt_neox.GPTNeoXForCausalLM",
     "LlamaForCausalLM": "quire.models.llama.LlamaForCausalLM",
     "MistralForCausalLM": "quire.models.mistral.MistralForCausalLM",
