@@ -5,7 +5,11 @@ from __future__ import annotations
 import torch
 
 from quire.kernels.kv import LayerKV, QuantizedKV
+<<<<<<< HEAD
 from quire.layers.attention.base import AttentionInputs, AttentionSpec, LatentBackend
+=======
+from quire.layers.attention.base import AttentionInputs, LatentBackend, LatentShape
+>>>>>>> w/latent
 
 # Elements of the largest intermediate tensor (256 MiB in float32): rows are processed in groups, queries in spans.
 _MAX_ELEMENTS = 1 << 26
@@ -16,7 +20,7 @@ class TorchPagedAttention:
 
     graph_safe = False
 
-    def latent(self) -> LatentBackend:
+    def latent(self, heads: int, shape: LatentShape) -> LatentBackend:
         """The same for latent caches."""
         from quire.layers.attention.torch_latent import TorchLatentAttention
 
