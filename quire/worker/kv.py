@@ -19,6 +19,8 @@ def block_bytes(spec: KVSpec, block_size: int, format: KVFormat) -> int:
 def stored_bytes(spec: KVSpec, block_size: int, format: KVFormat) -> int:
     """Bytes of a block in other tiers: keys, values and their scales. Its token ids come with the plan that moves it
     back."""
+    if spec.latent_width:
+        return spec.num_layers * block_size * spec.latent_width * format.dtype.itemsize
     return spec.num_layers * format.layer_bytes(spec.num_kv_heads, block_size, spec.head_dim)
 
 
@@ -37,7 +39,10 @@ class KVCache:
         # Zeros, because a masked slot is still multiplied by zero, and garbage could be NaN.
         memory = MemoryArena(device)
         self.layers: list[LayerKV]
-        if format.codes is None:
+        if spec.latent_width:
+            self.data = memory.zeros((num_blocks, spec.num_layers, block_size, spec.latent_width), format.dtype)
+            self.layers = list(self.data.unbind(1))
+        elif format.codes is None:
             self.data = memory.zeros((num_blocks, spec.num_layers, 2, *layer), format.dtype)
             self.layers = [self.data[:, index] for index in range(spec.num_layers)]
         else:
