@@ -7,7 +7,8 @@ results over the ranks: column then row costs one all-reduce.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import nn
@@ -18,7 +19,7 @@ from quire.errors import ConfigError
 from quire.kernels.weights.base import Weight
 from quire.layers.build_context import BuildContext
 from quire.layers.matrices import MatrixPart, formats_of, make_matrix, matrix_targets
-from quire.layers.norm import RMSNorm
+from quire.layers.norm import RMSNorm, halves
 from quire.loading.weights import AnyTarget, Target
 from quire.quantization.formats.base import Format
 
@@ -41,6 +42,8 @@ class FusedLinear(nn.Module):
     """Parts of several checkpoint matrices that read the same input, as one matrix [sum of kept rows, in]."""
 
     gated = False
+    normed = True
+    """Whether `norm_linear` is used: tells the warm-up which kernels to compile."""
     activation = "silu"
     weight: Weight
 
@@ -146,17 +149,35 @@ class QKVLinear(FusedLinear):
         build: BuildContext,
         heads: Heads,
         bias: bool,
-        names: tuple[str, str, str] = ("q_proj", "k_proj", "v_proj"),
+        names: tuple[str, str, str] | str = ("q_proj", "k_proj", "v_proj"),
+        interleaved: int = 0,
     ) -> None:
+        """`names`: of three matrices, or of one that has all q, then all k, then all v heads. `interleaved`: the
+        first dimensions of each head, if dimension 2i is rotated with 2i + 1: q and k are reordered to rotate i with
+        i + half, as the kernels do."""
         config = build.config
-        q, k, v = names
-        rows, kv_rows = config.num_heads * heads.dim, config.num_kv_heads * heads.dim
-        parts = (
-            FusedPart(q, rows, heads.rows),
-            FusedPart(k, kv_rows, heads.kv_rows),
-            FusedPart(v, kv_rows, heads.kv_rows),
-        )
+        heights = [config.num_heads * heads.dim, *[config.num_kv_heads * heads.dim] * 2]
+        parts = _parts(names, heights, (heads.rows, heads.kv_rows, heads.kv_rows))
+        if interleaved:
+            if isinstance(names, str):
+                raise ValueError("one matrix with interleaved rotary pairs is not supported")
+            for i in (0, 1):
+                parts[i] = replace(parts[i], arrange=partial(halves, heads.dim, interleaved))
         super().__init__(build, config.hidden_size, parts, bias)
+
+
+def _parts(names: Sequence[str] | str, heights: Sequence[int], keeps: Sequence[slice]) -> list[FusedPart]:
+    """Parts that are matrices of their own, or consecutive rows of one."""
+    if not isinstance(names, str):
+        return [FusedPart(*part) for part in zip(names, heights, keeps, strict=True)]
+    total = sum(heights)
+    if all(keep == slice(0, height) for keep, height in zip(keeps, heights, strict=True)):
+        return [FusedPart(names, total, slice(0, total))]
+    starts = [sum(heights[:i]) for i in range(len(heights))]
+    return [
+        FusedPart(names, total, slice(start + keep.start, start + keep.stop))
+        for start, keep in zip(starts, keeps, strict=True)
+    ]
 
 
 class GateUpLinear(FusedLinear):
@@ -171,15 +192,16 @@ class GateUpLinear(FusedLinear):
         self,
         build: BuildContext,
         bias: bool,
-        names: tuple[str, str] = ("gate_proj", "up_proj"),
+        names: tuple[str, str] | str = ("gate_proj", "up_proj"),
         width: int | None = None,
         activation: str = "silu",
     ) -> None:
-        """`width`: the MLP's, if not the model's intermediate_size. `activation`: one of `gates.GATES`."""
+        """`names`: of two matrices, or of one that has both. `width`: the MLP's, if not the model's intermediate_size.
+        `activation`: one of `gates.GATES`."""
         self.activation = activation
         width = width or build.config.intermediate_size
         keep = build.ranks.slice(width, "MLP features")
-        super().__init__(build, build.config.hidden_size, [FusedPart(name, width, keep) for name in names], bias)
+        super().__init__(build, build.config.hidden_size, _parts(names, (width, width), (keep, keep)), bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.ops.gated_linear(x, self.weight, self.bias, self.activation)

@@ -7,15 +7,29 @@ from quire.models.base import CausalLM
 from quire.registry import resolve
 
 _KNOWN = {
+    "Cohere2ForCausalLM": "quire.models.cohere.CohereForCausalLM",
+    "CohereForCausalLM": "quire.models.cohere.CohereForCausalLM",
+    "FalconForCausalLM": "quire.models.falcon.FalconForCausalLM",
     "GPT2LMHeadModel": "quire.models.gpt2.GPT2LMHeadModel",
     "GPTNeoXForCausalLM": "quire.models.gpt_neox.GPTNeoXForCausalLM",
+    "GraniteForCausalLM": "quire.models.granite.GraniteForCausalLM",
+    "GraniteMoeForCausalLM": "quire.models.granite.GraniteMoeForCausalLM",
     "LlamaForCausalLM": "quire.models.llama.LlamaForCausalLM",
+    "Ministral3ForCausalLM": "quire.models.ministral.Ministral3ForCausalLM",
+    "MinistralForCausalLM": "quire.models.ministral.MinistralForCausalLM",
     "MistralForCausalLM": "quire.models.mistral.MistralForCausalLM",
     "MixtralForCausalLM": "quire.models.mixtral.MixtralForCausalLM",
+    "Olmo2ForCausalLM": "quire.models.olmo2.Olmo2ForCausalLM",
+    "Olmo3ForCausalLM": "quire.models.olmo2.Olmo2ForCausalLM",
+    "OPTForCausalLM": "quire.models.opt.OPTForCausalLM",
+    "Phi3ForCausalLM": "quire.models.phi3.Phi3ForCausalLM",
     "Qwen2ForCausalLM": "quire.models.qwen2.Qwen2ForCausalLM",
     "Qwen2MoeForCausalLM": "quire.models.qwen2_moe.Qwen2MoeForCausalLM",
     "Qwen3ForCausalLM": "quire.models.qwen3.Qwen3ForCausalLM",
     "Qwen3MoeForCausalLM": "quire.models.qwen3_moe.Qwen3MoeForCausalLM",
+    "SmolLM3ForCausalLM": "quire.models.smollm3.SmolLM3ForCausalLM",
+    "StableLmForCausalLM": "quire.models.stablelm.StableLmForCausalLM",
+    "Starcoder2ForCausalLM": "quire.models.starcoder2.Starcoder2ForCausalLM",
 }
 
 
