@@ -14,14 +14,12 @@ from quire.models.llama import LlamaForCausalLM, LlamaVariant
 
 _PUBLISHED = ExpertNaming(
     "block_sparse_moe.router.layer.weight",
-    "block_sparse_moe.input_linear.weight",
-    "block_sparse_moe.input_linear.weight",
+    *["block_sparse_moe.input_linear.weight"] * 2,
     "block_sparse_moe.output_linear.weight",
 )
 _IN_MEMORY = ExpertNaming(
     "block_sparse_moe.router.weight",
-    "block_sparse_moe.experts.gate_up_proj",
-    "block_sparse_moe.experts.gate_up_proj",
+    *["block_sparse_moe.experts.gate_up_proj"] * 2,
     "block_sparse_moe.experts.down_proj",
 )
 
@@ -34,17 +32,20 @@ def with_factors(variant: LlamaVariant, config: ModelConfig) -> LlamaVariant:
     """
     names = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
     embedding, residual, attention, logits = (float(config.raw.get(name) or 1.0) for name in names)
-    eps = config.norm_eps / residual**2
-    scales = {"embedding_scale": embedding / residual, "attention_scale": attention, "logit_scale": 1 / logits}
-    return replace(variant, norm_eps=eps, **scales)
+    return replace(
+        variant,
+        embedding_scale=embedding / residual,
+        norm_eps=config.norm_eps / residual**2,
+        attention_scale=attention,
+        logit_scale=1 / logits,
+    )
 
 
 class GraniteForCausalLM(LlamaForCausalLM):
     """The dense Granite 3 models."""
 
     def __init__(self, build: BuildContext) -> None:
-        raw = build.config.raw
-        bias, mlp_bias = bool(raw.get("attention_bias", False)), bool(raw.get("mlp_bias", False))
+        bias, mlp_bias = (bool(build.config.raw.get(name, False)) for name in ("attention_bias", "mlp_bias"))
         super().__init__(build, with_factors(LlamaVariant(bias, bias, mlp_bias), build.config))
 
 
