@@ -22,6 +22,7 @@ from quire.layers.matrices import MatrixPart, formats_of, make_matrix, matrix_ta
 from quire.layers.norm import RMSNorm, halves
 from quire.loading.weights import AnyTarget, Target
 from quire.quantization.formats.base import Format
+from quire.quantization.formats.on_load import OnLoadFormat
 
 
 @dataclass(frozen=True)
@@ -154,16 +155,41 @@ class QKVLinear(FusedLinear):
     ) -> None:
         """`names`: of three matrices, or of one that has all q, then all k, then all v heads. `interleaved`: the
         first dimensions of each head, if dimension 2i is rotated with 2i + 1: q and k are reordered to rotate i with
-        i + half, as the kernels do."""
+        i + half, as the kernels do. Their rows are, while loading; where these are in few bits, the outputs are."""
         config = build.config
         heights = [config.num_heads * heads.dim, *[config.num_kv_heads * heads.dim] * 2]
-        parts = _parts(names, heights, (heads.rows, heads.kv_rows, heads.kv_rows))
-        if interleaved:
-            if isinstance(names, str):
-                raise ValueError("one matrix with interleaved rotary pairs is not supported")
-            for i in (0, 1):
-                parts[i] = replace(parts[i], arrange=partial(halves, heads.dim, interleaved))
-        super().__init__(build, config.hidden_size, parts, bias)
+        super().__init__(
+            build, config.hidden_size, _parts(names, heights, (heads.rows, heads.kv_rows, heads.kv_rows)), bias
+        )
+        self.heads = heads
+        self.interleaved = interleaved
+        self.order: torch.Tensor | None = None
+
+    def create_weights(self, build: BuildContext, owner: str) -> None:
+        """Make the matrix in the formats of its parts."""
+        if self.interleaved:
+            formats = formats_of(build, owner, self.parts)
+            is_one = len(self.parts) == 1
+            if is_one or any(each is not None and not isinstance(each, OnLoadFormat) for each in formats):
+                rotated = (len(self.heads.query) + len(self.heads.kv)) * self.heads.dim
+                rows = torch.arange(rotated + len(self.heads.kv) * self.heads.dim, device=build.device)
+                rows[:rotated] = halves(self.heads.dim, self.interleaved, rows[:rotated])
+                self.order = rows
+            else:
+                arrange = partial(halves, self.heads.dim, self.interleaved)
+                *rotated_parts, v = self.parts
+                self.parts = (*(replace(part, arrange=arrange) for part in rotated_parts), v)
+        super().create_weights(build, owner)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = super().forward(x)
+        return out if self.order is None else out[:, self.order]
+
+    def norm_linear(
+        self, norm: RMSNorm, x: torch.Tensor | None, residual: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        out, stream = super().norm_linear(norm, x, residual)
+        return (out if self.order is None else out[:, self.order]), stream
 
 
 def _parts(names: Sequence[str] | str, heights: Sequence[int], keeps: Sequence[slice]) -> list[FusedPart]:

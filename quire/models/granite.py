@@ -12,15 +12,12 @@ from quire.layers.moe import Routing, SparseMLP
 from quire.loading.model_config import ModelConfig
 from quire.models.llama import LlamaForCausalLM, LlamaVariant
 
+_GATE_UP, _IN_MEMORY_GATE_UP = "block_sparse_moe.input_linear.weight", "block_sparse_moe.experts.gate_up_proj"
 _PUBLISHED = ExpertNaming(
-    "block_sparse_moe.router.layer.weight",
-    *["block_sparse_moe.input_linear.weight"] * 2,
-    "block_sparse_moe.output_linear.weight",
+    "block_sparse_moe.router.layer.weight", _GATE_UP, _GATE_UP, "block_sparse_moe.output_linear.weight"
 )
 _IN_MEMORY = ExpertNaming(
-    "block_sparse_moe.router.weight",
-    *["block_sparse_moe.experts.gate_up_proj"] * 2,
-    "block_sparse_moe.experts.down_proj",
+    "block_sparse_moe.router.weight", _IN_MEMORY_GATE_UP, _IN_MEMORY_GATE_UP, "block_sparse_moe.experts.down_proj"
 )
 
 
