@@ -21,7 +21,7 @@ from quire.layers.moe import active_parameters, parameter_count, widest_mixture
 from quire.loading.model_config import ModelConfig
 from quire.models.base import CausalLM
 from quire.platforms.base import Platform
-from quire.worker.kv import block_bytes
+from quire.worker.geometry import model_geometry
 from quire.worker.logprobs import LOGIT_ROWS
 
 LOGIT_COPIES = 4
@@ -125,15 +125,17 @@ class MemoryNeeds:
         tokens = max_tokens or max(config.max_num_batched_tokens or 0, 8192)
         widest = max(4 * max(shape.intermediate_size, shape.hidden_size), widest_mixture(model))  # type: ignore[arg-type]
         widest *= tokens * dtype.itemsize
+        geometry = model_geometry(model, config.block_size)
         return cls(
             dtype=dtype,
             parameters=parameter_count(model),  # type: ignore[arg-type]
             active_parameters=active_parameters(model),  # type: ignore[arg-type]
             weight_bytes=sum(weight.nbytes for weight in [*weights, *quantized_weights(model)]),  # type: ignore[arg-type]
-            block_bytes=block_bytes(model.kv_shape, config.block_size, model.build.kv_format),
+            block_bytes=geometry.block_bytes,
+            groups=geometry.groups,
             kv_format=model.build.kv_format,
             activation_bytes=widest + logit_bytes(shape, max_rows),
-            most_blocks=max_rows * math.ceil(max_model_len / config.block_size) + 1,
+            most_blocks=geometry.most_blocks(max_rows, max_model_len),
             step_tokens=tokens,
             step_rows=max_rows,
         )

@@ -44,6 +44,8 @@ class Attention(nn.Module):
         self.window = build.config.windows[layer]
 
     kv_scales: torch.Tensor | None
+    group = 0
+    """The layer's cache group; set once the model is built."""
 
     def scaled(self, kv: LayerKV) -> LayerKV:
         """The layer's cache with the layer's scales, if it has any."""
@@ -61,7 +63,8 @@ class Attention(nn.Module):
     ) -> torch.Tensor:
         """The heads' outputs [T, heads * head_dim]. With `last`: only of its tokens, but K and V of all are written."""
         kv = self.scaled(kv)
-        attended = inputs if last is None else last.inputs
+        inputs = inputs.of(self.group)
+        attended = inputs if last is None else last.inputs.of(self.group)
         self.backend.prepare(self.num_heads, kv, attended, self.window)
         q = self.ops.prepare_qkv(
             qkv,
