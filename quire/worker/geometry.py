@@ -79,11 +79,14 @@ class CacheGeometry:
         """Bytes of a page, with the token ids of a block if they are kept in pages."""
         return self.page_bytes + (4 * self.block_size if self.has_full_group else 0)
 
+    def most_pages(self, tokens: int, states: int = 1) -> int:
+        """Pages of a row of this many tokens that gives none back, and of `states` states."""
+        blocks = -(-tokens // self.block_size)
+        return sum(states * group.pages if group.kind == "state" else blocks for group in self.groups)
+
     def most_blocks(self, rows: int, longest: int) -> int:
         """Every row at full length, with snapshots of its states: more blocks are hardly ever of use."""
-        blocks = -(-longest // self.block_size)
-        each = [SNAPSHOTS * group.pages if group.kind == "state" else blocks for group in self.groups]
-        return rows * sum(each) + 1
+        return rows * self.most_pages(longest, SNAPSHOTS) + 1
 
     @property
     def identity(self) -> str:
@@ -108,16 +111,17 @@ def plain_geometry(spec: KVSpec, block_size: int, format: KVFormat, window: int 
     )  # fmt: skip
 
 
-def model_geometry(model: Any, block_size: int) -> CacheGeometry:
+def model_geometry(model: Any, block_size: int, format: KVFormat | None = None) -> CacheGeometry:
     """The geometry of a model (`models/base.py`), which says what its layers keep in `caches`, or in `kv_shape` if all
     keep the same.
 
     `caches` has an entry for each layer of the whole model that keeps something. Which of them are this pipeline
-    stage's: as many as `Ranks.layers` says, or `cache_stages` (a range for each stage) if the model has that.
+    stage's: as many as `Ranks.layers` says, or `cache_stages` (a range for each stage) if the model has that. `format`:
+    if not the model's own, for one that has only `kv_shape`.
     """
     caches: Sequence[LayerCache] | None = getattr(model, "caches", None)
     if caches is None:
-        return plain_geometry(model.kv_shape, block_size, model.build.kv_format)
+        return plain_geometry(model.kv_shape, block_size, format or model.build.kv_format)
     ranks = model.build.ranks
     stages: Sequence[range] | None = getattr(model, "cache_stages", None)
     if stages is None:
