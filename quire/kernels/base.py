@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 
 from quire.kernels.kv import LayerKV
+from quire.kernels.routing import RouteRule
 from quire.kernels.weights.base import Weight
 
 
@@ -107,6 +108,7 @@ class Ops(Protocol):
         renormalise: bool,
         counts: torch.Tensor | None = None,
         slots: torch.Tensor | None = None,
+        rule: RouteRule | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(weights [tokens, top_k] float32, experts [tokens, top_k] int32): the experts each token is routed to.
 
@@ -117,6 +119,7 @@ class Ops(Protocol):
         counts  [experts] int64, in place: incremented by how often each expert was chosen; None: not counted
         slots   [tokens] int64: cache slots; a token with slot 0 is padding. Devices that pad steps route it to no
                 expert (-1) and do not count it
+        rule    another way to choose and weight; with shared experts there are that many more columns
         """
         ...
 
@@ -153,10 +156,12 @@ class Ops(Protocol):
         renormalise: bool,
         counts: torch.Tensor | None = None,
         slots: torch.Tensor | None = None,
+        rule: RouteRule | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(`experts` of rms_norm(stream), routed by `route`, stream).
 
         router [experts, hidden]: linear(rms_norm(stream), router) are the logits. The stream may overwrite residual.
+        Shared experts of the rule come after the routed ones in gate_up and down.
         """
         ...
 
@@ -182,6 +187,31 @@ class Ops(Protocol):
         kv       one layer's cache [blocks, 2, kv_heads, block_size, head_dim] (any stride between blocks); K and V
                  are rounded to qkv's dtype before they are quantized
         slots    [tokens] int64: block * block_size + offset
+        """
+        ...
+
+    def prepare_latent(
+        self,
+        q: torch.Tensor,
+        latent: torch.Tensor,
+        positions: torch.Tensor,
+        cos_sin: torch.Tensor,
+        gain: torch.Tensor,
+        eps: float,
+        cache: torch.Tensor,
+        slots: torch.Tensor,
+        interleaved: bool,
+    ) -> None:
+        """Latent attention's cache entries: norm the latent part, rotate the rest, write both; rotate the queries.
+
+        q        [tokens, heads, head_dim], any strides but the last: the last rotary_dim of each head are rotated in
+                 place
+        latent   [tokens, rank + rotary_dim], any stride between tokens; may be overwritten
+        cos_sin  [max_position, rotary_dim] float32, as in `prepare_qkv`
+        gain     [rank]: RMS norm of the first `rank` values
+        cache    one layer's cache [blocks, block_size, rank + rotary_dim], any stride between blocks
+        interleaved: dimensions 2i and 2i + 1 are a pair, not i and i + rotary_dim / 2. Rotated pairs are stored apart,
+                 first halves first, in queries and cache alike: their products are the same
         """
         ...
 

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from quire.kernels.base import CompilableKernel
 from quire.kernels.gates import gate_mul
 from quire.kernels.kv import LayerKV, QuantizedKV
+from quire.kernels.routing import RouteRule, add_shared, route_by_rule
 from quire.kernels.weights.base import Weight, reference_linear
 
 
@@ -96,16 +97,14 @@ class TorchOps:
         renormalise: bool,
         counts: torch.Tensor | None = None,
         slots: torch.Tensor | None = None,
+        rule: RouteRule | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        wide = logits.float()
-        chosen = wide.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
-        weights = wide.softmax(dim=-1).gather(1, chosen)
-        if renormalise:
-            weights = weights / weights.sum(dim=-1, keepdim=True)
+        weights, chosen = route_by_rule(logits, top_k, renormalise, rule or _PLAIN)
         real = torch.ones_like(chosen) if slots is None else (slots != 0).to(chosen.dtype)[:, None].expand_as(chosen)
         if counts is not None:
             counts.scatter_add_(0, chosen.flatten(), real.flatten())
-        return weights, torch.where(real != 0, chosen, -1).int()
+        routed = torch.where(real != 0, chosen, -1).int()
+        return (weights, routed) if rule is None else add_shared(weights, routed, rule, logits.shape[1])
 
     def experts(
         self,
@@ -137,9 +136,10 @@ class TorchOps:
         renormalise: bool,
         counts: torch.Tensor | None = None,
         slots: torch.Tensor | None = None,
+        rule: RouteRule | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         normed, stream = self.norm_stream(x, residual, gain, eps)
-        weights, experts = self.route(self.linear(normed, router), top_k, renormalise, counts, slots)
+        weights, experts = self.route(self.linear(normed, router), top_k, renormalise, counts, slots, rule)
         return self.experts(normed, weights, experts, gate_up, down), stream
 
     def prepare_qkv(
@@ -172,6 +172,29 @@ class TorchOps:
         values[block, :, offset] = v.to(kv.dtype)
         return q
 
+    def prepare_latent(
+        self,
+        q: torch.Tensor,
+        latent: torch.Tensor,
+        positions: torch.Tensor,
+        cos_sin: torch.Tensor,
+        gain: torch.Tensor,
+        eps: float,
+        cache: torch.Tensor,
+        slots: torch.Tensor,
+        interleaved: bool,
+    ) -> None:
+        rank, rotary = len(gain), cos_sin.shape[1]
+        angles = cos_sin[positions].unsqueeze(1)
+        ends = q[..., -rotary:]
+        key = latent[:, None, rank:]
+        if interleaved:
+            ends, key = (x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) for x in (ends, key))
+        q[..., -rotary:] = _rotate(ends, angles)
+        normed = self.rms_norm(latent[:, :rank].contiguous(), gain, eps)
+        block_size = cache.shape[1]
+        cache[slots // block_size, slots % block_size] = torch.cat((normed, _rotate(key, angles)[:, 0]), dim=-1)
+
     def capture(self, run: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Callable[[], None] | None]:
         return run(), None
 
@@ -184,6 +207,9 @@ class TorchOps:
         self, gate_up: Weight, down: Weight, top_k: int, renormalise: bool, routed: int, max_tokens: int
     ) -> dict[object, Callable[[], object]]:
         return {}
+
+
+_PLAIN = RouteRule()
 
 
 def _rotate(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:

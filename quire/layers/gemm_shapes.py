@@ -61,6 +61,6 @@ def layer_experts(model: nn.Module) -> list[LayerExperts]:
     for module in model.modules():
         if isinstance(module, SparseMLP):
             routing = module.routing
-            experts = LayerExperts(module.gate_up, module.down, routing.top_k, routing.renormalise, routing.num_experts)
+            experts = LayerExperts(module.gate_up, module.down, module.choices, routing.renormalise, routing.num_experts)
             found.setdefault((kind_of(module.gate_up), kind_of(module.down), *experts[2:]), experts)
     return list(found.values())

@@ -55,7 +55,7 @@ class ModelConfig:
         layers = positive_integer(raw, "num_hidden_layers", "n_layer")
         heads = positive_integer(raw, "num_attention_heads", "n_head")
         kv_heads = raw.get("num_key_value_heads") or heads
-        head_dim = raw.get("head_dim") or hidden // heads
+        head_dim = raw.get("head_dim") or raw.get("qk_rope_head_dim") or hidden // heads  # latent attention: rotary
         if heads % kv_heads:
             raise ValidationError(
                 f"{heads} attention heads cannot share {kv_heads} KV heads", "num_key_value_heads", kv_heads

@@ -30,6 +30,8 @@ class LlamaVariant:
     qk_norm: bool = False
     mlp: Callable[[BuildContext, int], nn.Module] | None = None
     """Makes the MLP of a layer; unset: one like Llama's. Called as `LlamaMLP` is."""
+    attention: Callable[[BuildContext, int, torch.Tensor], nn.Module] | None = None
+    """Makes the attention of a layer, with its `qkv_proj` and `o_proj`; unset: one like Llama's."""
 
 
 class LlamaAttention(nn.Module):
@@ -97,7 +99,11 @@ class LlamaLayer(nn.Module):
         super().__init__()
         size = build.config.hidden_size
         self.input_layernorm = RMSNorm(build, "input_layernorm", size)
-        self.self_attn = LlamaAttention(build, variant, layer, cos_sin)
+        self.self_attn = (
+            LlamaAttention(build, variant, layer, cos_sin)
+            if variant.attention is None
+            else variant.attention(build, layer, cos_sin)
+        )
         self.post_attention_layernorm = RMSNorm(build, "post_attention_layernorm", size)
         self.mlp = LlamaMLP(build, variant.mlp_bias) if variant.mlp is None else variant.mlp(build, layer)
         self.is_last = layer == build.config.num_layers - 1

@@ -7,6 +7,8 @@ from quire.models.base import CausalLM
 from quire.registry import resolve
 
 _KNOWN = {
+    "DeepseekV2ForCausalLM": "quire.models.deepseek.DeepseekV2ForCausalLM",
+    "DeepseekV3ForCausalLM": "quire.models.deepseek.DeepseekV3ForCausalLM",
     "GPT2LMHeadModel": "quire.models.gpt2.GPT2LMHeadModel",
     "GPTNeoXForCausalLM": "quire.models.gpt_neox.GPTNeoXForCausalLM",
     "LlamaForCausalLM": "quire.models.llama.LlamaForCausalLM",

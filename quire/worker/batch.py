@@ -225,7 +225,7 @@ class DeviceBatch:
     def inputs(self, plan: StepPlan) -> StepInputs:
         """Token ids, positions, cache slots and query offsets of the step, computed from the rows it schedules."""
         rows, counts, fresh = self.upload(plan.rows, plan.counts, plan.tokens)
-        total, size = plan.num_tokens, self.kv.block_size
+        total = plan.num_tokens
         starts = self.num_computed[rows]
         ends = counts.cumsum(0)
         if total == len(plan.rows):

@@ -18,6 +18,7 @@ from quire.distributed.groups import Ranks
 from quire.errors import UnsupportedModelError
 from quire.kernels.base import Ops
 from quire.kernels.kv import KVFormat
+from quire.kernels.routing import RouteRule
 from quire.kernels.weights.base import Weight
 from quire.layers.build_context import collect_targets
 from quire.layers.linear import FusedLinear, ReplicatedLinear, RowParallelLinear
@@ -226,9 +227,10 @@ class ObservedOps:
         renormalise: bool,
         counts: torch.Tensor | None = None,
         slots: torch.Tensor | None = None,
+        rule: RouteRule | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         normed, stream = self._ops.norm_stream(x, residual, gain, eps)
-        weights, experts = self._ops.route(self._ops.linear(normed, router), top_k, renormalise, counts, slots)
+        weights, experts = self._ops.route(self._ops.linear(normed, router), top_k, renormalise, counts, slots, rule)
         return self.experts(normed, weights, experts, gate_up, down), stream
 
 

@@ -101,10 +101,13 @@ SNAPSHOTS = 4
 """States a row may have at once, its live one included, in the estimate of what a cache can use."""
 
 
-def plain_geometry(spec: KVSpec, block_size: int, format: KVFormat, window: int | None = None) -> CacheGeometry:
+def plain_geometry(spec: KVSpec, block_size: int, format: KVFormat) -> CacheGeometry:
     """Layers that all keep the same, in one group."""
-    cache = AttentionCache(spec.num_kv_heads, spec.head_dim, format, window)
+    cache: LayerCache = AttentionCache(spec.num_kv_heads, spec.head_dim, format)
     each = format.layer_bytes(spec.num_kv_heads, block_size, spec.head_dim)
+    if spec.latent_width:
+        cache = LatentCache(spec.latent_width, KVFormat(format.dtype))
+        each = block_size * spec.latent_width * format.dtype.itemsize
     return CacheGeometry(
         block_size, (FULL,), (cache,) * spec.num_layers, (0,) * spec.num_layers,
         tuple(each * layer for layer in range(spec.num_layers)), each * spec.num_layers,
@@ -144,7 +147,7 @@ def assign_groups(model: nn.Module, geometry: CacheGeometry) -> None:
 
 def cache_layers(model: nn.Module) -> list[nn.Module]:
     """The layers that read a cache: the modules with a `group`, in the order of the stage's caches."""
-    return [module for module in model.modules() if hasattr(module, "group")]
+    return [module for module in model.modules() if isinstance(getattr(module, "group", None), int)]
 
 
 def make_geometry(

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from quire.errors import ConfigError
 from quire.kernels.kv import KVFormat, LayerKV, QuantizedKV
 from quire.layers.attention.base import KVSpec
 from quire.layers.caches import AttentionCache, LatentCache, StateCache, StateView
@@ -99,7 +100,9 @@ def _layer_view(pages: torch.Tensor, offset: int, cache: AttentionCache | Latent
         shape: tuple[int, ...] = (2, cache.kv_heads, block_size, cache.head_dim)
     else:
         if format.codes is not None:
-            raise NotImplementedError(f"a latent cache is stored in 16 or 32 bits, not as {format.name}")
+            raise ConfigError(
+                f"kv_cache_dtype {format.name} is not implemented for latent attention: use auto", "kv_cache_dtype"
+            )
         shape = (block_size, cache.width)
     size = format.dtype.itemsize
     inner = [*itertools.accumulate(reversed(shape[1:]), lambda a, b: a * b, initial=1)]

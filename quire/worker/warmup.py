@@ -74,7 +74,9 @@ def warm_up(model: nn.Module, ops: TritonOps, batch: CudaBatch, max_tokens: int,
 
 
 def _shape(layer: Attention) -> tuple[object, ...]:
-    return layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.window, layer.norms is None
+    spec = layer.spec
+    flags = spec.window, spec.soft_cap, spec.sinks is None, layer.norms is None
+    return layer.num_heads, layer.num_kv_heads, layer.head_dim, *flags
 
 
 def _attention_layers(model: nn.Module, batch: CudaBatch) -> list[tuple[Attention, LayerKV]]:
@@ -85,12 +87,10 @@ def _attention_layers(model: nn.Module, batch: CudaBatch) -> list[tuple[Attentio
 
 def _attention_kernels(model: nn.Module, batch: CudaBatch, grouped: bool) -> Iterator[Task]:
     """Attention over rows without tokens: one query, several, long contexts, prefix groups."""
-    layers = {
-        (layer.window, *kv.shape[1:], format_of(kv)): (layer, kv) for layer, kv in _attention_layers(model, batch)
-    }
+    layers = {(*_shape(layer), format_of(kv)): (layer, kv) for layer, kv in _attention_layers(model, batch)}
     many = len(batch.buffers.rows) - 1
     for layer, kv in layers.values():
-        kinds = [False, True] if grouped and layer.window is None else [False]
+        kinds = [False, True] if grouped and layer.spec.window is None else [False]
         for is_grouped in kinds:
             yield functools.partial(_attend, layer, kv, batch, 1, 1, 1, 0, is_grouped)
         yield functools.partial(_attend, layer, kv, batch, 1, 2, 0, 2, False)
@@ -112,7 +112,7 @@ def _plan(
 ) -> AttentionInputs:  # fmt: skip
     inputs = batch.empty_inputs(rows, tokens, decodes, tokens, max_context, grouped).attention[layer.group]
     inputs.context_lens.zero_()
-    layer.backend.prepare(layer.num_heads, layer.scaled(kv), inputs, layer.window)
+    layer.backend.prepare(layer.num_heads, layer.scaled(kv), inputs, layer.spec)
     return inputs
 
 
@@ -126,7 +126,7 @@ def _attend(
     width = (layer.num_heads + 2 * layer.num_kv_heads) * layer.head_dim
     qkv = torch.zeros(tokens, width, dtype=kv.dtype, device=kv.device)
     q = qkv[:, : layer.num_heads * layer.head_dim].view(tokens, layer.num_heads, layer.head_dim)
-    layer.backend.attend(q, kv, inputs, layer.scale, layer.window)
+    layer.backend.attend(q, kv, inputs, layer.spec)
 
 
 def _expert_kernels(model: nn.Module, ops: TritonOps, max_tokens: int) -> dict[object, Task]:

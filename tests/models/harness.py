@@ -34,6 +34,9 @@ def random_reference(config: PretrainedConfig, seed: int = 0) -> Any:
             parameter.data = 0.3 * noise + (1.0 if name.endswith("weight") else 0.0)
         else:
             parameter.data = noise * (1.5 * min(parameter.shape) ** -0.5)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
     model.tie_weights()
     return model
 
@@ -139,7 +142,9 @@ class PagedRun:
         for stage in self.stages:
             spec = stage.kv_shape
             # Block-major, as the worker keeps it: a layer's cache is a strided view.
-            shape = (blocks, spec.num_layers, 2, spec.num_kv_heads, block_size, spec.head_dim)
+            shape: tuple[int, ...] = (blocks, spec.num_layers, 2, spec.num_kv_heads, block_size, spec.head_dim)
+            if spec.latent_width:
+                shape = (blocks, spec.num_layers, block_size, spec.latent_width)
             pool = torch.full(shape, torch.nan, device=self.device)
             self.caches.append(list(pool.unbind(1)))
 

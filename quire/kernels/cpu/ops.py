@@ -10,6 +10,7 @@ from quire.kernels.cpu.build import library
 from quire.kernels.cpu.tape import TapeArena
 from quire.kernels.kv import LayerKV, QuantizedKV
 from quire.kernels.reference import TorchOps
+from quire.kernels.routing import RouteRule
 from quire.kernels.weights.base import QuantizedWeight, Weight
 
 _MAX_HEAD_DIM = 1024  # kMaxDim in elementwise.cpp
@@ -119,11 +120,12 @@ class CpuOps(TorchOps):
         renormalise: bool,
         counts: torch.Tensor | None = None,
         slots: torch.Tensor | None = None,
+        rule: RouteRule | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         # Steps are not padded here.
         kernel = self._route.get(logits.dtype)
-        if kernel is None or logits.stride(1) != 1:
-            return super().route(logits, top_k, renormalise, counts, slots)
+        if kernel is None or logits.stride(1) != 1 or rule is not None:
+            return super().route(logits, top_k, renormalise, counts, None, rule)
         run, pack = kernel
         rows, width = logits.shape
         weights = logits.new_empty(rows, top_k, dtype=torch.float32)

@@ -9,6 +9,7 @@ import torch
 from quire.kernels.base import CompilableKernel
 from quire.kernels.kv import LayerKV
 from quire.kernels.reference import TorchOps
+from quire.kernels.routing import RouteRule
 from quire.kernels.triton import elementwise
 from quire.kernels.triton.cublaslt import TunedGemms, tuned_gemms
 from quire.kernels.triton.launch import INTERPRETED
@@ -208,10 +209,11 @@ class TritonOps(TorchOps):
         renormalise: bool,
         counts: torch.Tensor | None = None,
         slots: torch.Tensor | None = None,
+        rule: RouteRule | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if _is_supported(logits) and logits.shape[1] <= moe.MAX_EXPERTS:
-            return moe.route(logits, top_k, renormalise, counts, slots)
-        return super().route(logits, top_k, renormalise, counts, slots)
+            return moe.route(logits, top_k, renormalise, counts, slots, rule)
+        return super().route(logits, top_k, renormalise, counts, slots, rule)
 
     def experts(
         self,
@@ -241,21 +243,23 @@ class TritonOps(TorchOps):
         renormalise: bool,
         counts: torch.Tensor | None = None,
         slots: torch.Tensor | None = None,
+        rule: RouteRule | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if isinstance(gate_up, QuantizedWeight):
             return self.quantized(gate_up).sparse_mlp(
-                x, residual, gain, eps, router, gate_up, down, top_k, renormalise, counts, slots
+                x, residual, gain, eps, router, gate_up, down, top_k, renormalise, counts, slots, rule
             )  # fmt: skip
-        if x is not None and router.shape[0] == gate_up.shape[0]:
-            config = self._experts_config(x, gate_up, down, top_k)
+        shared = 0 if rule is None else rule.shared
+        if x is not None and router.shape[0] + shared == gate_up.shape[0]:
+            config = self._experts_config(x, gate_up, down, top_k + shared)
             if config is not None and config.kernel == "vector":
                 # Four kernels: the norm is fused into the router's GEMM and into the experts' first one.
                 logits, stream = self.norm_linear(x, residual, gain, eps, router)
-                weights, chosen = self.route(logits, top_k, renormalise, counts, slots)
-                routing = moe.ChosenExperts(top_k, weights=weights, experts=chosen)
+                weights, chosen = self.route(logits, top_k, renormalise, counts, slots, rule)
+                routing = moe.ChosenExperts(top_k + shared, weights=weights, experts=chosen)
                 return moe.vector_experts(stream, routing, gate_up, down, config, (gain, eps)), stream  # type: ignore[arg-type]
         return super().sparse_mlp(
-            x, residual, gain, eps, router, gate_up, down, top_k, renormalise, counts, slots
+            x, residual, gain, eps, router, gate_up, down, top_k, renormalise, counts, slots, rule
         )  # fmt: skip
 
     def _experts_config(self, x: torch.Tensor, gate_up: Weight, down: Weight, top_k: int) -> ExpertsConfig | None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from quire.kernels.base import CompilableKernel, Ops
+from quire.kernels.routing import RouteRule
 from quire.kernels.triton.quantized.experts import expert_kernels, goes_pair_by_pair, quantized_experts
 
 
@@ -90,6 +91,7 @@ class QuantizedProducts:
         renormalise: bool,
         counts: torch.Tensor | None = None,
         slots: torch.Tensor | None = None,
+        rule: RouteRule | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if (
             x is not None
@@ -98,12 +100,12 @@ class QuantizedProducts:
         ):
             # Four kernels: the norm is fused into the router's GEMM and into the experts' first one.
             logits, stream = self.ops.norm_linear(x, residual, gain, eps, router)
-            weights, experts = self.ops.route(logits, top_k, renormalise, counts, slots)
+            weights, experts = self.ops.route(logits, top_k, renormalise, counts, slots, rule)
             out = quantized_experts(stream, weights, experts, gate_up, down, norm=(gain, eps))
             assert out is not None
             return out, stream
         normed, stream = self.ops.norm_stream(x, residual, gain, eps)
-        weights, experts = self.ops.route(self.ops.linear(normed, router), top_k, renormalise, counts, slots)
+        weights, experts = self.ops.route(self.ops.linear(normed, router), top_k, renormalise, counts, slots, rule)
         return self.experts(normed, weights, experts, gate_up, down), stream
 
     def kernels_of(
