@@ -206,12 +206,11 @@ class Ops(Protocol):
 
         q        [tokens, heads, head_dim], any strides but the last: the last rotary_dim of each head are rotated in
                  place
-        latent   [tokens, rank + rotary_dim], any stride between tokens; may be overwritten
+        latent   [tokens, rank + rotary_dim], any stride between tokens: overwritten with what is stored
         cos_sin  [max_position, rotary_dim] float32, as in `prepare_qkv`
         gain     [rank]: RMS norm of the first `rank` values
         cache    one layer's cache [blocks, block_size, rank + rotary_dim], any stride between blocks
-        interleaved: dimensions 2i and 2i + 1 are a pair, not i and i + rotary_dim / 2. Rotated pairs are stored apart,
-                 first halves first, in queries and cache alike: their products are the same
+        interleaved: dimensions 2i and 2i + 1 are a pair, not i and i + rotary_dim / 2
         """
         ...
 

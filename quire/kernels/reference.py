@@ -186,14 +186,15 @@ class TorchOps:
     ) -> None:
         rank, rotary = len(gain), cos_sin.shape[1]
         angles = cos_sin[positions].unsqueeze(1)
-        ends = q[..., -rotary:]
-        key = latent[:, None, rank:]
-        if interleaved:
-            ends, key = (x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) for x in (ends, key))
-        q[..., -rotary:] = _rotate(ends, angles)
-        normed = self.rms_norm(latent[:, :rank].contiguous(), gain, eps)
+        for x in (q[..., -rotary:], latent[:, None, rank:]):
+            if interleaved:
+                apart = x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+                x.copy_(_rotate(apart, angles).unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2))
+            else:
+                x.copy_(_rotate(x, angles))
+        latent[:, :rank] = self.rms_norm(latent[:, :rank].contiguous(), gain, eps)
         block_size = cache.shape[1]
-        cache[slots // block_size, slots % block_size] = torch.cat((normed, _rotate(key, angles)[:, 0]), dim=-1)
+        cache[slots // block_size, slots % block_size] = latent
 
     def capture(self, run: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Callable[[], None] | None]:
         return run(), None

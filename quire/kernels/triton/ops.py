@@ -12,6 +12,7 @@ from quire.kernels.reference import TorchOps
 from quire.kernels.routing import RouteRule
 from quire.kernels.triton import elementwise
 from quire.kernels.triton.cublaslt import TunedGemms, tuned_gemms
+from quire.kernels.triton.latent.prepare import prepare_latent
 from quire.kernels.triton.launch import INTERPRETED
 from quire.kernels.triton.moe import experts as moe
 from quire.kernels.triton.moe import tuning as moe_tuning
@@ -308,3 +309,18 @@ class TritonOps(TorchOps):
     ) -> torch.Tensor:
         kernel = prepare_qkv if _is_supported(qkv) and kv.stride()[4] == 1 else super().prepare_qkv
         return kernel(qkv, positions, cos_sin, norms, kv, slots, num_heads, num_kv_heads, head_dim)
+
+    def prepare_latent(
+        self,
+        q: torch.Tensor,
+        latent: torch.Tensor,
+        positions: torch.Tensor,
+        cos_sin: torch.Tensor,
+        gain: torch.Tensor,
+        eps: float,
+        cache: torch.Tensor,
+        slots: torch.Tensor,
+        interleaved: bool,
+    ) -> None:
+        kernel = prepare_latent if _is_supported(latent) and cache.stride(2) == 1 else super().prepare_latent
+        kernel(q, latent, positions, cos_sin, gain, eps, cache, slots, interleaved)
