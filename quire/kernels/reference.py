@@ -8,9 +8,11 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.nn.functional as F
 
+from quire.kernels import reference_states
 from quire.kernels.base import CompilableKernel
 from quire.kernels.gates import gate_mul
 from quire.kernels.kv import LayerKV, QuantizedKV
+from quire.kernels.states import DeltaNet, Mamba2, States, StepRows
 from quire.kernels.weights.base import Weight, reference_linear
 
 
@@ -171,6 +173,20 @@ class TorchOps:
         keys[block, :, offset] = k.to(kv.dtype)
         values[block, :, offset] = v.to(kv.dtype)
         return q
+
+    def sigmoid_mul(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        return (x.float() * gate.float().sigmoid()).to(x.dtype)
+
+    def delta_net(self, projected: torch.Tensor, layer: DeltaNet, states: States, step: StepRows) -> torch.Tensor:
+        return reference_states.delta_net(projected, layer, states, step)
+
+    def mamba2(self, projected: torch.Tensor, layer: Mamba2, states: States, step: StepRows) -> torch.Tensor:
+        return reference_states.mamba2(projected, layer, states, step)
+
+    def gated_norm(
+        self, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, groups: int, eps: float
+    ) -> torch.Tensor:
+        return reference_states.gated_norm(x, gate, weight, groups, eps)
 
     def capture(self, run: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Callable[[], None] | None]:
         return run(), None

@@ -16,6 +16,11 @@ _KNOWN = {
     "Qwen2MoeForCausalLM": "quire.models.qwen2_moe.Qwen2MoeForCausalLM",
     "Qwen3ForCausalLM": "quire.models.qwen3.Qwen3ForCausalLM",
     "Qwen3MoeForCausalLM": "quire.models.qwen3_moe.Qwen3MoeForCausalLM",
+    "Qwen3NextForCausalLM": "quire.models.qwen3_next.Qwen3NextForCausalLM",
+    "Qwen3_5ForCausalLM": "quire.models.qwen3_5.Qwen3_5ForCausalLM",
+    "Qwen3_5ForConditionalGeneration": "quire.models.qwen3_5.Qwen3_5ForConditionalGeneration",
+    "Qwen3_5MoeForCausalLM": "quire.models.qwen3_5.Qwen3_5MoeForCausalLM",
+    "Qwen3_5MoeForConditionalGeneration": "quire.models.qwen3_5.Qwen3_5MoeForConditionalGeneration",
 }
 
 
