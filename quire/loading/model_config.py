@@ -54,6 +54,7 @@ class ModelConfig:
                 f"the model's config names no architecture (model_type {raw.get('model_type')!r}); "
                 "config.json needs an 'architectures' list"
             )
+        raw = _text_part(raw)
         hidden = positive_integer(raw, "hidden_size", "n_embd")
         layers = positive_integer(raw, "num_hidden_layers", "n_layer")
         heads = positive_integer(raw, "num_attention_heads", "n_head")
@@ -107,10 +108,20 @@ _WINDOWED = frozenset(
 # One layer of so many has no window, the last of them.
 _WINDOW_PATTERN_BY_DEFAULT = {"cohere2": 4, "olmo3": 4}
 _WINDOW_BY_DEFAULT = {"mistral": 4096}
-_ROTARY_PART_BY_DEFAULT = {"gpt_neox": 0.25}
+_QUARTER_ROTARY = ("gpt_neox", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+_ROTARY_PART_BY_DEFAULT = dict.fromkeys(_QUARTER_ROTARY, 0.25)
 _FULL_LAYERS_BY_DEFAULT = 28
 _LEARNED_POSITIONS = frozenset({"gpt2", "opt"})
 _LAYER_KINDS = ("full_attention", "sliding_attention")
+
+
+def _text_part(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The config of the language model: files of models that also take images have it as `text_config`."""
+    text = raw.get("text_config")
+    if not isinstance(text, Mapping):
+        return raw
+    kept = ("architectures", "tie_word_embeddings", "quantization_config", "dtype", "torch_dtype")
+    return {**raw, **text, **{key: raw[key] for key in kept if raw.get(key) is not None}}
 
 
 def _first(raw: Mapping[str, Any], *names: str, default: Any = None) -> Any:

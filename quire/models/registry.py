@@ -32,6 +32,11 @@ _KNOWN = {
     "SmolLM3ForCausalLM": "quire.models.smollm3.SmolLM3ForCausalLM",
     "StableLmForCausalLM": "quire.models.stablelm.StableLmForCausalLM",
     "Starcoder2ForCausalLM": "quire.models.starcoder2.Starcoder2ForCausalLM",
+    "Qwen3NextForCausalLM": "quire.models.qwen3_next.Qwen3NextForCausalLM",
+    "Qwen3_5ForCausalLM": "quire.models.qwen3_5.Qwen3_5ForCausalLM",
+    "Qwen3_5ForConditionalGeneration": "quire.models.qwen3_5.Qwen3_5ForConditionalGeneration",
+    "Qwen3_5MoeForCausalLM": "quire.models.qwen3_5.Qwen3_5MoeForCausalLM",
+    "Qwen3_5MoeForConditionalGeneration": "quire.models.qwen3_5.Qwen3_5MoeForConditionalGeneration",
 }
 
 
