@@ -39,7 +39,7 @@ def layer_gemms(model: nn.Module) -> list[LayerGemm]:
         elif isinstance(module, (FusedLinear, ReplicatedLinear, RowParallelLinear, LMHead)):
             gated = isinstance(module, FusedLinear) and module.gated
             has_bias = isinstance(module, (FusedLinear, RowParallelLinear)) and module.bias is not None
-            gemm = LayerGemm(module.weight, isinstance(module, FusedLinear), gated, has_bias)
+            gemm = LayerGemm(module.weight, isinstance(module, FusedLinear) and module.normed, gated, has_bias)
             gemms.setdefault((kind_of(module.weight), *gemm[1:]), gemm)
     return list(gemms.values())
 
