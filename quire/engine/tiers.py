@@ -16,6 +16,7 @@ from quire.kvcache.offload.manager import OffloadManager
 from quire.kvcache.prefix_cache import ContentKeys
 from quire.loading.files import ModelFiles
 from quire.loading.model_config import ModelConfig, tokens_fingerprint, weights_fingerprint
+from quire.models.registry import implementation
 from quire.quantization.find import on_load_identity
 from quire.sessions.keeper import SessionKeeper
 from quire.sessions.log import SessionStore
@@ -43,7 +44,9 @@ def kv_fingerprint(config: EngineConfig, files: ModelFiles, model: ModelConfig, 
     sizes = (config.tensor_parallel_size, config.pipeline_parallel_size, config.pipeline_layers)
     cut = "" if config.num_ranks == 1 else "|{}|{}|{}".format(*sizes)
     rounded = on_load_identity(config)
-    return weights + f"|{dtype}|{config.block_size}|{LAYOUT}{cut}{'|' if rounded else ''}{rounded}".encode()
+    own = implementation(model.architecture, config.model_impl) == "quire"
+    code = "" if own else "|through transformers"
+    return weights + f"|{dtype}|{config.block_size}|{LAYOUT}{cut}{code}{'|' if rounded else ''}{rounded}".encode()
 
 
 def make_tiers(

@@ -90,7 +90,7 @@ class Worker:
         self._max_rows = max_rows
         self.model = build_model(config, files, model, platform, max_model_len, ranks, replica=replica)
         backend = attention_backend(backend_name(config, platform))
-        self._graph_safe = backend.graph_safe
+        self._graph_safe = backend.graph_safe and getattr(self.model, "graph_safe", True)
         self.reads_groups = (
             config.prefix_group_attention
             and not config.batch_invariant

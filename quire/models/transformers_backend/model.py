@@ -11,11 +11,12 @@ import contextlib
 import dataclasses
 import logging
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import nn
 from transformers import PretrainedConfig
 from transformers.modeling_outputs import BaseModelOutputWithPast
@@ -31,6 +32,7 @@ from quire.layers.build_context import BuildContext
 from quire.layers.caches import AttentionCache, LayerCache
 from quire.layers.linear import Heads
 from quire.loading.model_config import ModelConfig
+from quire.models.registry import supported
 from quire.models.transformers_backend.attention import PAGED, TRIAL, PagedLayer, Step
 from quire.models.transformers_backend.layers import (
     Experts,
@@ -59,6 +61,8 @@ class TransformersForCausalLM(nn.Module):
     """A causal language model of the transformers library."""
 
     supports_last_tokens = False
+    graph_safe: bool
+    """Whether its steps can be captured."""
 
     def __init__(self, build: BuildContext) -> None:
         super().__init__()
@@ -84,6 +88,9 @@ class TransformersForCausalLM(nn.Module):
             raise UnsupportedModelError(f"{architecture} cannot run through transformers: it has no base model")
         trial = run_trial(library, base, lambda module: type(module) in (nn.Linear, Conv1D))
         _check_layers(library, trial)
+        self.graph_safe = not trial.copies
+        if trial.copies:
+            logger.warning("%s copies from the host in its steps: they run without CUDA graphs", architecture)
         self.build = build = dataclasses.replace(build, config=_seen_config(build.config, library, trial))
         self._step = Step()
         self._replace_layers(library, base, trial)
@@ -372,31 +379,25 @@ def _on_meta(modules: Sequence[tuple[nn.Module, Any, Any]]) -> Iterator[None]:
             module._parameters, module._buffers = parameters, buffers
 
 
-def library_config(raw: dict[str, Any] | Any) -> PretrainedConfig:
-    """The library's config object for a config.json."""
-    kind = raw.get("model_type")
-    if kind not in CONFIG_MAPPING:
-        code = " Code that comes with a checkpoint is not run." if raw.get("auto_map") else ""
+def _library_config(raw: Mapping[str, Any], architecture: str) -> PretrainedConfig:
+    """The library's config object for a config.json. Raises if the library has no such causal language model."""
+    family = raw.get("model_type")
+    known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(family or "")
+    if family not in CONFIG_MAPPING or architecture not in (known if isinstance(known, (tuple, list)) else (known,)):
+        code = "; code that comes with a checkpoint is not run" if raw.get("auto_map") else ""
         raise UnsupportedModelError(
-            f"model_type {kind!r} is neither implemented nor known to the installed transformers library.{code}"
+            f"architecture {architecture!r} (model_type {family!r}) is not implemented, and the installed transformers "
+            f"library has no such causal language model{code}; implemented: {', '.join(supported())}"
         )
     fields = {key: value for key, value in raw.items() if key not in ("quantization_config", "dtype", "torch_dtype")}
-    return CONFIG_MAPPING[kind].from_dict(fields)
+    return CONFIG_MAPPING[family].from_dict(fields)
 
 
 def _make_model(build: BuildContext) -> Any:
     """The library's model on the meta device. Raises for kinds that are not implemented."""
-    import transformers
-
-    raw, architecture = build.config.raw, build.config.architecture
-    config = library_config(raw)
-    known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
-    kind = getattr(transformers, architecture, None)
-    if kind is None or architecture not in (known if isinstance(known, (tuple, list)) else (known,)):
-        raise UnsupportedModelError(
-            f"architecture {architecture!r} is neither implemented nor a causal language model of the installed "
-            f"transformers library (for model_type {config.model_type!r} that is {known})"
-        )
+    architecture = build.config.architecture
+    config = _library_config(build.config.raw, architecture)
+    kind = getattr(transformers, architecture)
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModelError(f"{architecture} is an encoder-decoder, which is not implemented")
     if config.get_text_config() is not config:

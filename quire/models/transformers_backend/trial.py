@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.masking_utils import AttentionMaskInterface
@@ -47,6 +48,8 @@ class Trial:
     """Matrices that read the same tensor, one after the other; by name."""
     experts: set[str] = field(default_factory=set)
     """Modules of experts that ran."""
+    copies: bool = False
+    """Whether tensors are copied from the host, which a captured graph cannot do."""
     _last: tuple[torch.Tensor, int] | None = None
 
     def saw_matrix(self, name: str, x: torch.Tensor) -> None:
@@ -78,7 +81,7 @@ def run_trial(model: nn.Module, base: nn.Module, is_matrix: Callable[[nn.Module]
     names = {id(module): name for name, module in model.named_modules()}
     _running = trial
     try:
-        with torch.no_grad():
+        with torch.no_grad(), _WatchCopies(trial):
             shape: Any = {"device": "meta", "dtype": torch.int64}
             base(
                 input_ids=torch.zeros(1, _TOKENS, **shape),
@@ -103,6 +106,21 @@ def run_trial(model: nn.Module, base: nn.Module, is_matrix: Callable[[nn.Module]
 
 
 _seen_experts: set[int] = set()
+
+
+class _WatchCopies(TorchDispatchMode):
+    """Notes copies from the host."""
+
+    def __init__(self, trial: Trial) -> None:
+        super().__init__()
+        self._trial = trial
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if function in (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default):
+            source = args[0] if function is torch.ops.aten._to_copy.default else args[1]
+            self._trial.copies |= source.device.type == "cpu" and result.device.type == "meta"
+        return result
 
 
 class _Mask(torch.Tensor):
