@@ -206,11 +206,28 @@ def read_model_config(files: ModelFiles, hf_overrides: Mapping[str, Any] | None 
     raw = {**read_raw_config(files), **(hf_overrides or {})}
     _check_limits(files, raw)
     try:
-        return ModelConfig.from_dict(raw)
+        try:
+            return ModelConfig.from_dict(raw)
+        except ValidationError:
+            if (complete := _with_defaults(raw)) is None:
+                raise
+            return ModelConfig.from_dict(complete)
     except QuireError:
         raise
     except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise CheckpointError(f"the config of {files.path} has a value of the wrong type: {error}") from error
+
+
+def _with_defaults(raw: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The config with the values that its family has by default, under common names; None for a family that
+    transformers does not know."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    if (family := raw.get("model_type")) not in CONFIG_MAPPING:
+        return None
+    config = CONFIG_MAPPING[family].from_dict(dict(raw))
+    named = {name: value for name in _LIMITS if (value := getattr(config, name, None)) is not None}
+    return {**raw, **config.to_dict(), **named, "architectures": raw.get("architectures")}
 
 
 # Far above any real model, far below sizes that would exhaust memory before weights are read.

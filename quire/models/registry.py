@@ -50,11 +50,23 @@ def supported() -> list[str]:
     return sorted(_KNOWN)
 
 
-def model_class(architecture: str) -> type[CausalLM]:
-    """The class that implements `architecture`."""
+THROUGH_TRANSFORMERS = "quire.models.transformers_backend.model.TransformersForCausalLM"
+
+
+def implementation(architecture: str, impl: str = "auto") -> str:
+    """Whose code computes `architecture` under the setting `model_impl`: "quire" or "transformers"."""
+    if impl == "auto":
+        return "quire" if architecture in _KNOWN else "transformers"
+    return impl
+
+
+def model_class(architecture: str, impl: str = "quire") -> type[CausalLM]:
+    """The class that implements `architecture` under the setting `model_impl`."""
+    if implementation(architecture, impl) == "transformers":
+        return resolve("model implementation", "transformers", {"transformers": THROUGH_TRANSFORMERS})
     if architecture not in _KNOWN:
         raise UnsupportedModelError(
             f"architecture {architecture!r} is not implemented; supported: {', '.join(supported())}; "
-            "quire.models.registry.register() adds one"
+            "quire.models.registry.register() adds one; model_impl 'transformers' may run it"
         )
     return resolve("architecture", architecture, _KNOWN)
