@@ -7,6 +7,7 @@ from typing import Protocol
 
 import torch
 
+from quire.kernels.gates import PLAIN_EXPERTS, ExpertVariant
 from quire.kernels.kv import LayerKV
 from quire.kernels.routing import RouteRule
 from quire.kernels.states import DeltaNet, Mamba2, States, StepRows
@@ -131,6 +132,7 @@ class Ops(Protocol):
         experts: torch.Tensor,
         gate_up: Weight,
         down: Weight,
+        variant: ExpertVariant = PLAIN_EXPERTS,
     ) -> torch.Tensor:
         """The weighted sum over each token's experts: sum of weight * down_e(silu(gate_e(x)) * up_e(x)).
 
@@ -138,6 +140,7 @@ class Ops(Protocol):
         weights [tokens, top_k] float32, experts [tokens, top_k] int32: what `route` returned
         gate_up [experts, 2 * width, hidden]: an expert's gate rows, then its up rows
         down    [experts, hidden, width]
+        variant another activation than silu, biases
 
         The result is [tokens, hidden], of x's dtype; the sum over experts is in float32. An index outside
         0 .. experts - 1 adds nothing (an expert on another rank).
@@ -158,6 +161,7 @@ class Ops(Protocol):
         counts: torch.Tensor | None = None,
         slots: torch.Tensor | None = None,
         rule: RouteRule | None = None,
+        variant: ExpertVariant = PLAIN_EXPERTS,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(`experts` of rms_norm(stream), routed by `route`, stream).
 
@@ -254,8 +258,9 @@ class Ops(Protocol):
         ...
 
     def expert_kernels_of(
-        self, gate_up: Weight, down: Weight, top_k: int, renormalise: bool, routed: int, max_tokens: int
-    ) -> dict[object, Callable[[], object]]:
+        self, gate_up: Weight, down: Weight, top_k: int, renormalise: bool, routed: int, max_tokens: int,
+        variant: ExpertVariant = PLAIN_EXPERTS,
+    ) -> dict[object, Callable[[], object]]:  # fmt: skip
         """Tasks that launch the kernels of these experts for up to `max_tokens` tokens, each once, by name.
 
         routed: number of experts the router chooses among, on all ranks

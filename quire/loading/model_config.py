@@ -103,11 +103,11 @@ _FAMILY_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 }
 _NORM_EPS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon")
 _WINDOWED = frozenset(
-    {"cohere2", "ministral", "ministral3", "mistral", "mixtral", "olmo3", "phi3", "smollm3", "starcoder2"}
+    {"cohere2", "gpt_oss", "ministral", "ministral3", "mistral", "mixtral", "olmo3", "phi3", "smollm3", "starcoder2"}
 )
 # One layer of so many has no window, the last of them.
 _WINDOW_PATTERN_BY_DEFAULT = {"cohere2": 4, "olmo3": 4}
-_WINDOW_BY_DEFAULT = {"mistral": 4096}
+_WINDOW_BY_DEFAULT = {"gpt_oss": 128, "mistral": 4096}
 _QUARTER_ROTARY = ("gpt_neox", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 _ROTARY_PART_BY_DEFAULT = dict.fromkeys(_QUARTER_ROTARY, 0.25)
 _FULL_LAYERS_BY_DEFAULT = 28
@@ -190,6 +190,8 @@ def _windows(raw: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
     kinds = raw.get("layer_types")
     if kinds is not None:
         return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    if family == "gpt_oss":
+        return tuple(None if layer % 2 else window for layer in range(layers))
     if family == "smollm3":  # the layers without rotation
         raise UnsupportedModelError("SmolLM3 with use_sliding_window and without layer_types is not implemented")
     if (pattern := raw.get("sliding_window_pattern", _WINDOW_PATTERN_BY_DEFAULT.get(family))) is not None:

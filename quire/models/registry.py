@@ -13,6 +13,7 @@ _KNOWN = {
     "CohereForCausalLM": "quire.models.cohere.CohereForCausalLM",
     "FalconForCausalLM": "quire.models.falcon.FalconForCausalLM",
     "GPT2LMHeadModel": "quire.models.gpt2.GPT2LMHeadModel",
+    "GptOssForCausalLM": "quire.models.gpt_oss.GptOssForCausalLM",
     "GPTNeoXForCausalLM": "quire.models.gpt_neox.GPTNeoXForCausalLM",
     "GraniteForCausalLM": "quire.models.granite.GraniteForCausalLM",
     "GraniteMoeForCausalLM": "quire.models.granite.GraniteMoeForCausalLM",

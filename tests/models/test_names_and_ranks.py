@@ -30,7 +30,17 @@ from tests.models.zoo import ZOO
 
 TOKENS = torch.randint(0, 97, (17,), generator=torch.Generator().manual_seed(3)).tolist()
 # Heads, KV heads and MLP features divide by 2 in these; vocabulary 97 does not.
-SPLITTABLE = ["llama", "llama-tied", "llama-mqa", "llama-biases", "qwen2", "qwen3-biases", "mixtral", "qwen2-moe"]
+SPLITTABLE = [
+    "llama",
+    "llama-tied",
+    "llama-mqa",
+    "llama-biases",
+    "qwen2",
+    "qwen3-biases",
+    "mixtral",
+    "qwen2-moe",
+    "gpt-oss",
+]
 SPLITTABLE += ["deepseek-v2-lite", "deepseek-v3"]
 FOUR_HEADS = {"gpt-neox": {"num_attention_heads": 4}, "gpt2": {"n_head": 4}}
 
@@ -127,7 +137,8 @@ def test_two_ranks_together_compute_the_whole_model(name: str, monkeypatch: pyte
 
 
 @pytest.mark.parametrize(
-    "name", ["llama", "llama-tied", "qwen3-moe", "deepseek-v3", "gpt-neox", "gpt-neox-tied-no-bias", "gpt2", "gpt2-untied"]
+    "name",
+    ["llama", "llama-tied", "qwen3-moe", "deepseek-v3", "gpt-neox", "gpt-neox-tied-no-bias", "gpt2", "gpt2-untied"],
 )
 def test_consecutive_pipeline_stages_compute_the_whole_model(name: str) -> None:
     reference = reference_for(name)
