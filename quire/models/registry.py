@@ -58,7 +58,7 @@ def implementation(architecture: str, impl: str = "auto") -> str:
     """Whose code computes `architecture` under the setting `model_impl`: "quire" or "transformers"."""
     if impl == "auto":
         return "quire" if architecture in _KNOWN else "transformers"
-    return impl
+    return "transformers" if impl == "transformers" else "quire"
 
 
 def model_class(architecture: str, impl: str = "quire") -> type[CausalLM]:
