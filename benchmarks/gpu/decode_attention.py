@@ -18,9 +18,8 @@ from quire.kernels.triton.decode_attention import DecodeAttention, DecodeTile
 
 MODELS = {"llama-8b": (32, 8, 128), "qwen3-0.6b": (16, 8, 128)}
 TILES = [
-    DecodeTile(tokens, warps, stages, programs, min_tiles, ahead)
-    for tokens, warps, stages in [(32, 2, 5), (32, 2, 7), (64, 4, 3)]
-    for programs in (4, 5, 8, 16)
+    DecodeTile(32, 2, stages, programs, min_tiles, ahead)
+    for stages, programs in [(5, 4), (5, 5), (5, 8), (7, 4)]
     for min_tiles in (1, 2)
     for ahead in (0, 32, 64)
 ]
