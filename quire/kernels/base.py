@@ -10,6 +10,7 @@ import torch
 from quire.kernels.gates import PLAIN_EXPERTS, ExpertVariant
 from quire.kernels.kv import LayerKV
 from quire.kernels.routing import RouteRule
+from quire.kernels.states import DeltaNet, Mamba2, States, StepRows
 from quire.kernels.weights.base import Weight
 
 
@@ -216,6 +217,30 @@ class Ops(Protocol):
         cache    one layer's cache [blocks, block_size, rank + rotary_dim], any stride between blocks
         interleaved: dimensions 2i and 2i + 1 are a pair, not i and i + rotary_dim / 2
         """
+        ...
+
+    def sigmoid_mul(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        """x * sigmoid(gate), both [tokens, width]; may overwrite x."""
+        ...
+
+    def delta_net(self, projected: torch.Tensor, layer: DeltaNet, states: States, step: StepRows) -> torch.Tensor:
+        """A gated delta net from its input products to its gated norm; reads and writes the rows' states.
+
+        projected [tokens, q | k | v | z | b | a]; the result is [tokens, value_heads * value_dim]
+        """
+        ...
+
+    def mamba2(self, projected: torch.Tensor, layer: Mamba2, states: States, step: StepRows) -> torch.Tensor:
+        """A Mamba 2 mixer from its input products to before its gate and norm; reads and writes the rows' states.
+
+        projected [tokens, z | x | B | C | dt]; the result is [tokens, heads * head_dim]
+        """
+        ...
+
+    def gated_norm(
+        self, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, groups: int, eps: float
+    ) -> torch.Tensor:
+        """rms_norm(x * silu(gate)) * weight, the norm over each of `groups` equal parts of a row."""
         ...
 
     def capture(self, run: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Callable[[], None] | None]:

@@ -8,10 +8,12 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.nn.functional as F
 
+from quire.kernels import reference_states
 from quire.kernels.base import CompilableKernel
 from quire.kernels.gates import PLAIN_EXPERTS, ExpertVariant, gate_mul
 from quire.kernels.kv import LayerKV, QuantizedKV
 from quire.kernels.routing import RouteRule, add_shared, route_by_rule
+from quire.kernels.states import DeltaNet, Mamba2, States, StepRows
 from quire.kernels.weights.base import Weight, reference_linear
 
 
@@ -200,6 +202,20 @@ class TorchOps:
         latent[:, :rank] = self.rms_norm(latent[:, :rank].contiguous(), gain, eps)
         block_size = cache.shape[1]
         cache[slots // block_size, slots % block_size] = latent
+
+    def sigmoid_mul(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        return (x.float() * gate.float().sigmoid()).to(x.dtype)
+
+    def delta_net(self, projected: torch.Tensor, layer: DeltaNet, states: States, step: StepRows) -> torch.Tensor:
+        return reference_states.delta_net(projected, layer, states, step)
+
+    def mamba2(self, projected: torch.Tensor, layer: Mamba2, states: States, step: StepRows) -> torch.Tensor:
+        return reference_states.mamba2(projected, layer, states, step)
+
+    def gated_norm(
+        self, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, groups: int, eps: float
+    ) -> torch.Tensor:
+        return reference_states.gated_norm(x, gate, weight, groups, eps)
 
     def capture(self, run: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Callable[[], None] | None]:
         return run(), None

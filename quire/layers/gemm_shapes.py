@@ -40,7 +40,8 @@ def layer_gemms(model: nn.Module) -> list[LayerGemm]:
         elif isinstance(module, (FusedLinear, ReplicatedLinear, RowParallelLinear, LMHead)):
             gated = isinstance(module, FusedLinear) and module.gated
             has_bias = isinstance(module, (FusedLinear, RowParallelLinear)) and module.bias is not None
-            gemm = LayerGemm(module.weight, isinstance(module, FusedLinear), gated, has_bias)
+            normed = isinstance(module, FusedLinear) and module.normed
+            gemm = LayerGemm(module.weight, normed, gated, has_bias)
             gemms.setdefault((kind_of(module.weight), *gemm[1:]), gemm)
     return list(gemms.values())
 

@@ -32,6 +32,7 @@ from quire.models.base import CausalLM
 from quire.models.llama import LlamaLayer, LlamaMLP
 from quire.platforms.base import Platform
 from quire.worker.building import build_model
+from quire.worker.geometry import assign_groups, model_geometry
 from quire.worker.kv import KVCache
 from quire.worker.sequences import blocks_for, sequence_inputs
 
@@ -311,11 +312,11 @@ class LayerStage:
 
     @torch.no_grad()
     def _run(self, sequences: Sequence[torch.Tensor], hidden: Sequence[torch.Tensor] | None) -> Iterator[torch.Tensor]:
-        size = self.config.block_size
-        format = KVFormat(self.matrices[0].into.dtype)
-        kv = KVCache(self.model.kv_shape, blocks_for(max(map(len, sequences)), size), size, format, self.device)
+        geometry = model_geometry(self.model, self.config.block_size, KVFormat(self.matrices[0].into.dtype))
+        assign_groups(self.model, geometry)  # type: ignore[arg-type]
+        kv = KVCache.of(geometry, blocks_for(max(map(len, sequences)), geometry), self.device)
         for index, tokens in enumerate(sequences):
-            positions, attention = sequence_inputs(len(tokens), size, self.device)
+            positions, (attention, *_) = sequence_inputs(len(tokens), geometry, self.device)
             # A copy: the layer may overwrite it.
             given = None if hidden is None else hidden[index].to(self.device, copy=True)
             yield self.model.forward(tokens.to(self.device), positions, kv.layers, attention, given).cpu()

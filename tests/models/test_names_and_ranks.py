@@ -110,14 +110,11 @@ class ThreadGroup:
         return torch.cat(self.exchange(x, ranks), dim=-1)
 
 
-@pytest.mark.parametrize("name", [*SPLITTABLE, *FOUR_HEADS])
-def test_two_ranks_together_compute_the_whole_model(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def assert_two_ranks_compute_the_whole(reference: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     gang = ThreadGroup(2)
-    monkeypatch.setattr("quire.layers.linear.all_reduce", gang.all_reduce)
-    monkeypatch.setattr("quire.layers.moe.all_reduce", gang.all_reduce)
-    monkeypatch.setattr("quire.layers.embedding.all_reduce", gang.all_reduce)
+    for module in ("linear", "moe", "norm", "embedding"):
+        monkeypatch.setattr(f"quire.layers.{module}.all_reduce", gang.all_reduce)
     monkeypatch.setattr("quire.layers.embedding.all_gather_last", gang.all_gather_last)
-    reference = reference_for(name)
     models = [loaded_model(reference, Ranks(tp_rank=r, tp_size=2)) for r in range(2)]
     results: list[Any] = [None, None]
 
@@ -132,6 +129,11 @@ def test_two_ranks_together_compute_the_whole_model(name: str, monkeypatch: pyte
     expected = reference_logits(reference, TOKENS)
     for result in results:
         assert_same(result, expected)
+
+
+@pytest.mark.parametrize("name", [*SPLITTABLE, *FOUR_HEADS])
+def test_two_ranks_together_compute_the_whole_model(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert_two_ranks_compute_the_whole(reference_for(name), monkeypatch)
 
 
 @pytest.mark.parametrize(

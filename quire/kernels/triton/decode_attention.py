@@ -18,7 +18,7 @@ For rows that share a prefix, `prefix_attention.py` may read the shared blocks o
 softmax then continues from the state that kernel wrote, at the row's first tile of its own.
 """
 
-# ruff: noqa: N803, N806
+# ruff: noqa: N803, N806, SIM102 (compile-time branches stand alone)
 
 from __future__ import annotations
 
@@ -54,6 +54,8 @@ class DecodeTile:
     """More than are resident at once: the rest start as others end, which evens out differences in speed."""
     min_tiles: int = 2
     """Tiles per program, at least: with fewer, merging costs more than it saves."""
+    ahead: int = 0
+    """Tokens of a segment whose keys and values are fetched into L2 before it begins; 0: none."""
 
 
 @functools.cache
@@ -169,6 +171,19 @@ def scaled_softmax(scores, v_scales, best, weight, TOKEN_SCALES: tl.constexpr):
 
 
 @triton.jit
+def _fetch(keys, table, begin, end, stride_block, stride_half, BLOCK: tl.constexpr, DIM: tl.constexpr,
+           LINES: tl.constexpr, TOKENS: tl.constexpr):  # fmt: skip
+    """Fetch the keys and values of at most TOKENS tokens, from `begin` to before `end`, into L2. `keys`: of a head;
+    LINES: cache lines of a token's keys. Nothing waits for it."""
+    i = tl.arange(0, TOKENS * LINES * 2)
+    token = tl.minimum(begin + i // (2 * LINES), end - 1)
+    block = tl.load(table + token // BLOCK).to(tl.int64)
+    part = i % LINES * (DIM // LINES)
+    at = block * stride_block + (token % BLOCK) * DIM + part + (i // LINES % 2).to(tl.int64) * stride_half
+    tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [keys + at], tl.int32, False, 1)
+
+
+@triton.jit
 def _lines(row, head, g, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, QUERIES: tl.constexpr):
     """Indices in [tokens, heads] of a row's queries for a KV head: g is query * GROUP + head of the group."""
     if QUERIES == 1:
@@ -214,7 +229,8 @@ def _decode(
     WINDOW: tl.constexpr, CAP: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr, OWN_P2: tl.constexpr,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_P2: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
     PARTS: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, SHARED: tl.constexpr, CODES: tl.constexpr,
-    TOKEN_SCALES: tl.constexpr, VALUES: tl.constexpr, FAST: tl.constexpr, PDL: tl.constexpr,
+    TOKEN_SCALES: tl.constexpr, VALUES: tl.constexpr, FAST: tl.constexpr, AHEAD: tl.constexpr,
+    FETCHED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A program's range of tiles, segment by segment; a segment is the part of the range in one row and KV head."""
     # tl.dot needs at least 16 rows; the row's queries of a group (OWN) fill some of them.
@@ -232,6 +248,17 @@ def _decode(
     skipped = 0
     if SHARED:
         skipped = tl.load(entry + 6)
+    WIDTH: tl.constexpr = DIM // 2 if CODES else DIM  # elements of a token's keys: of a cache in few bits, pairs
+    if AHEAD:
+        if count > 0:
+            low = 0
+            if WINDOW > 0:
+                low = tl.maximum(length - (WINDOW + QUERIES - 1), 0)
+            if SHARED:
+                low = skipped
+            _fetch(kv + head.to(tl.int64) * stride_head, tables + line.to(tl.int64) * stride_table,
+                   (low // TILE + tile) * TILE, length, stride_block, stride_half, BLOCK, WIDTH, FETCHED,
+                   AHEAD)  # fmt: skip
     if PDL:  # plan and tables were written before the preceding kernel started: see `plan`
         gdc_wait()
         gdc_launch_dependents()
@@ -248,6 +275,29 @@ def _decode(
         first_tile = low // TILE
         tiles = tl.maximum((length + TILE - 1) // TILE - first_tile, 1)
         take = tl.minimum(count, tiles - tile)
+        # The segment after this one is looked up now, so that nothing waits for it.
+        next_row, next_head, next_length, next_line, next_skipped = row, head + 1, length, line, skipped
+        goes_on = count > take
+        if next_head == KV_HEADS:
+            next_head = 0
+            next_row = row + 1
+            next_length = tl.load(lens + next_row, mask=goes_on, other=0)
+            while (next_length == 0) & goes_on:  # ended rows and padding
+                next_row += 1
+                next_length = tl.load(lens + next_row)
+            next_line = tl.load(rows + next_row, mask=goes_on, other=0).to(tl.int32)
+            if SHARED:
+                next_skipped = _skipped_tokens(shared, next_line, next_length, goes_on, TILE)
+        if AHEAD:
+            if goes_on:
+                low_ahead = 0
+                if WINDOW > 0:
+                    low_ahead = tl.maximum(next_length - (WINDOW + QUERIES - 1), 0)
+                if SHARED:
+                    low_ahead = next_skipped
+                _fetch(kv + next_head.to(tl.int64) * stride_head, tables + next_line.to(tl.int64) * stride_table,
+                       low_ahead // TILE * TILE, next_length, stride_block, stride_half, BLOCK, WIDTH, FETCHED,
+                       AHEAD)  # fmt: skip
         table = tables + line.to(tl.int64) * stride_table
         is_query = g < OWN
         lines = _lines(row, head, g, GROUP, KV_HEADS, QUERIES)
@@ -370,17 +420,7 @@ def _decode(
         start_tile += take
         count -= take
         tile = 0
-        head += 1
-        if head == KV_HEADS:
-            head = 0
-            row += 1
-            length = tl.load(lens + row, mask=count > 0, other=0)
-            while (length == 0) & (count > 0):  # ended rows and padding
-                row += 1
-                length = tl.load(lens + row)
-            line = tl.load(rows + row, mask=count > 0, other=0).to(tl.int32)
-            if SHARED:
-                skipped = _skipped_tokens(shared, line, length, count > 0, TILE)
+        row, head, length, line, skipped = next_row, next_head, next_length, next_line, next_skipped
 
 
 class DecodeAttention:
@@ -416,6 +456,8 @@ class DecodeAttention:
             PARTS=(8 if own <= 4 else 4) if queries == 1 else max(1, 32 // own_p2),
             PRECISION="ieee" if dtype == torch.float32 else "tf32",
             STAGES=self._tile.stages,
+            AHEAD=self._tile.ahead,
+            FETCHED=max(1, head_dim * (1 if quantized else dtype.itemsize) // LINE_BYTES),
             num_warps=self._tile.warps,
             **pdl(),
         )
@@ -468,3 +510,7 @@ class DecodeAttention:
             WINDOW=window or 0, CAP=cap, BLOCK=kv.shape[3], SHARED=prefix is not None, **read_arguments(kv),
             **self._constants,
         )  # fmt: skip
+
+
+LINE_BYTES = 128
+"""Of a cache line."""

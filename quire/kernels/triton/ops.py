@@ -20,8 +20,10 @@ from quire.kernels.triton.moe import tuning as moe_tuning
 from quire.kernels.triton.moe.common import ExpertsConfig
 from quire.kernels.triton.moe.tuning import choose_experts
 from quire.kernels.triton.qkv import prepare_qkv
+from quire.kernels.states import DeltaNet, Mamba2, States, StepRows
 from quire.kernels.triton.quantized.base import QuantizedProducts
 from quire.kernels.triton.quantized.registry import products_of
+from quire.kernels.triton.recurrent import decode, delta_net, mamba2, norm
 from quire.kernels.triton.skinny_gemm.candidates import GemmShape
 from quire.kernels.triton.skinny_gemm.gemm import GemmConfig, skinny_linear, skinny_norm_linear, skinny_silu_linear
 from quire.kernels.triton.skinny_gemm.tuning import BUCKETS, choose, distinct_kernels
@@ -332,3 +334,35 @@ class TritonOps(TorchOps):
     ) -> None:
         kernel = prepare_latent if _is_supported(latent) and cache.stride(2) == 1 else super().prepare_latent
         kernel(q, latent, positions, cos_sin, gain, eps, cache, slots, interleaved)
+
+    def sigmoid_mul(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        if not (_is_supported(x) and _is_supported(gate) and x.is_contiguous()):
+            return super().sigmoid_mul(x, gate)
+        return norm.sigmoid_mul(x, gate)
+
+    def delta_net(self, projected: torch.Tensor, layer: DeltaNet, states: States, step: StepRows) -> torch.Tensor:
+        if not delta_net.is_supported(layer):
+            return super().delta_net(projected, layer, states, step)
+        out = torch.empty(len(projected), layer.width, dtype=projected.dtype, device=projected.device)
+        if step.num_decodes:
+            decode.delta_net_decode(projected, layer, states, step, out, step.num_decodes)
+        if step.num_decodes < step.num_rows:
+            delta_net.delta_net_prompts(projected, layer, states, step, out)
+        return out
+
+    def mamba2(self, projected: torch.Tensor, layer: Mamba2, states: States, step: StepRows) -> torch.Tensor:
+        if not mamba2.is_supported(layer):
+            return super().mamba2(projected, layer, states, step)
+        out = torch.empty(len(projected), layer.width, dtype=projected.dtype, device=projected.device)
+        if step.num_decodes:
+            decode.mamba2_decode(projected, layer, states, step, out, step.num_decodes)
+        if step.num_decodes < step.num_rows:
+            mamba2.mamba2_prompts(projected, layer, states, step, out)
+        return out
+
+    def gated_norm(
+        self, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, groups: int, eps: float
+    ) -> torch.Tensor:
+        if not (_is_supported(x) and _is_supported(gate)):
+            return super().gated_norm(x, gate, weight, groups, eps)
+        return norm.gated_norm(x, gate, weight, groups, eps)

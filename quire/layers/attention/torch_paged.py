@@ -5,11 +5,7 @@ from __future__ import annotations
 import torch
 
 from quire.kernels.kv import LayerKV, QuantizedKV
-<<<<<<< HEAD
-from quire.layers.attention.base import AttentionInputs, AttentionSpec, LatentBackend
-=======
-from quire.layers.attention.base import AttentionInputs, LatentBackend, LatentShape
->>>>>>> w/latent
+from quire.layers.attention.base import AttentionInputs, AttentionSpec, LatentBackend, LatentShape
 
 # Elements of the largest intermediate tensor (256 MiB in float32): rows are processed in groups, queries in spans.
 _MAX_ELEMENTS = 1 << 26
