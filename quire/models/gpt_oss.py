@@ -27,9 +27,9 @@ _SWIGLU = {"swiglu_limit": 7.0, "swiglu_alpha": 1.702}
 class GptOssAttention(LlamaAttention):
     """Attention with a learned logit a head that takes a share of every softmax."""
 
-    def __init__(self, build: BuildContext, variant: LlamaVariant, layer: int, cos_sin: torch.Tensor) -> None:
+    def __init__(self, build: BuildContext, variant: LlamaVariant, layer: int, cos_sin: torch.Tensor | None) -> None:
         super().__init__(build, variant, layer, cos_sin)
-        self.sinks = Sinks(build, Heads.of_rank(build), "sinks")
+        self.sinks = Sinks(build, self.heads, "sinks")
         self.attention.spec = replace(self.attention.spec, sinks=self.sinks.weight)
 
 
@@ -118,12 +118,8 @@ class GptOssForCausalLM(LlamaForCausalLM):
         def experts(build: BuildContext, layer: int) -> nn.Module:
             return GptOssExperts(build, routing, layer)
 
-        def attention(build: BuildContext, layer: int, cos_sin: torch.Tensor) -> nn.Module:
-            return GptOssAttention(build, variant, layer, cos_sin)
-
         bias = bool(config.raw.get("attention_bias", True))
-        variant = LlamaVariant(bias, bias, attention=attention, mlp=experts)
-        super().__init__(build, variant)
+        super().__init__(build, LlamaVariant(bias, bias, attention=GptOssAttention, mlp=experts))
 
     @property
     def caches(self) -> list[LayerCache]:
