@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     from quire.config import EngineConfig
     from quire.loading.hub import find_model
     from quire.loading.model_config import read_model_config, read_raw_config
-    from quire.models.registry import model_class
+    from quire.models.registry import implementation, model_class
 
     config = EngineConfig(**engine_settings(args))
     if args.json:
@@ -67,7 +67,8 @@ def run(args: argparse.Namespace) -> int:
     architecture = next(iter(raw.get("architectures") or []), None)
     print(table([("architecture", str(architecture)), *_file_rows(files)], config.model), flush=True)
     if architecture is not None:
-        model_class(architecture)  # raises if it is not supported
+        model_class(architecture, config.model_impl)  # raises if it is not supported
+        print(table([("implementation", implementation(architecture, config.model_impl))]), flush=True)
     model = read_model_config(files, config.hf_overrides)
     print(table(_shape_rows(model)), flush=True)
     print(table([("tokenizer", _describe_tokenizer(config, files))]), flush=True)
@@ -117,6 +118,7 @@ def _print_json(config: EngineConfig) -> int:
 
     from quire.loading.hub import find_model
     from quire.loading.model_config import read_model_config
+    from quire.models.registry import implementation
 
     files = find_model(config)
     model = read_model_config(files, config.hf_overrides)
@@ -127,6 +129,7 @@ def _print_json(config: EngineConfig) -> int:
         "model": config.model,
         "path": str(files.path),
         "architecture": model.architecture,
+        "implementation": implementation(model.architecture, config.model_impl),
         "quantization": found.scheme,
         "layers": [dataclasses.asdict(each) for each in found.layers],
         "formats": [dataclasses.asdict(each) for each in found.formats],

@@ -16,6 +16,7 @@ from quire.kvcache.offload.manager import OffloadManager
 from quire.kvcache.prefix_cache import ContentKeys
 from quire.loading.files import ModelFiles
 from quire.loading.model_config import ModelConfig, tokens_fingerprint, weights_fingerprint
+from quire.models.registry import implementation
 from quire.quantization.find import on_load_identity
 from quire.sessions.keeper import SessionKeeper
 from quire.sessions.log import SessionStore
@@ -43,7 +44,9 @@ def kv_fingerprint(config: EngineConfig, files: ModelFiles, model: ModelConfig, 
     # With several ranks a block is the concatenation of their parts.
     sizes = (config.tensor_parallel_size, config.pipeline_parallel_size, config.pipeline_layers)
     cut = "" if config.num_ranks == 1 else "|{}|{}|{}".format(*sizes)
-    more = "".join(f"|{part}" for part in (on_load_identity(config), layout) if part)
+    own = implementation(model.architecture, config.model_impl) == "quire"
+    code = "" if own else "through transformers"
+    more = "".join(f"|{part}" for part in (code, on_load_identity(config), layout) if part)
     return weights + f"|{dtype}|{config.block_size}|{LAYOUT}{cut}{more}".encode()
 
 

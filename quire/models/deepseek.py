@@ -15,7 +15,7 @@ from torch import nn
 from quire.errors import UnsupportedModelError, ValidationError
 from quire.kernels.routing import RouteRule
 from quire.layers.attention.base import AttentionInputs, KVSpec, LastTokens
-from quire.layers.attention.latent import LatentAttention, LatentShape, UpProjection
+from quire.layers.attention.latent import LatentAttention, UpProjection, latent_shape
 from quire.layers.build_context import BuildContext
 from quire.layers.caches import LatentCache
 from quire.layers.linear import FusedLinear, FusedPart, RowParallelLinear
@@ -31,13 +31,14 @@ class DeepseekAttention(nn.Module):
     def __init__(self, build: BuildContext, layer: int, cos_sin: torch.Tensor, interleaved: bool) -> None:
         super().__init__()
         config, raw = build.config, build.config.raw
-        shape = self.shape = LatentShape.from_config(config)
+        shape = self.shape = latent_shape(config)
+        q_rank = None if raw.get("q_lora_rank") is None else positive_integer(raw, "q_lora_rank")
         bias = bool(raw.get("attention_bias", False))
         heads = build.ranks.slice(config.num_heads, "attention heads")
         rows, keep = config.num_heads * shape.query, slice(heads.start * shape.query, heads.stop * shape.query)
         latent = FusedPart("kv_a_proj_with_mqa", shape.width, slice(0, shape.width))
         self.q_b_proj: FusedLinear | None = None
-        if shape.q_rank is None:
+        if q_rank is None:
             if bias:
                 raise UnsupportedModelError(
                     f"{config.architecture} with attention_bias and without q_lora_rank is not implemented: its "
@@ -45,9 +46,9 @@ class DeepseekAttention(nn.Module):
                 )
             first = FusedPart("q_proj", rows, keep)
         else:
-            first = FusedPart("q_a_proj", shape.q_rank, slice(0, shape.q_rank))
-            self.q_a_layernorm = RMSNorm(build, "q_a_layernorm", shape.q_rank)
-            self.q_b_proj = FusedLinear(build, shape.q_rank, (FusedPart("q_b_proj", rows, keep),), bias=False)
+            first = FusedPart("q_a_proj", q_rank, slice(0, q_rank))
+            self.q_a_layernorm = RMSNorm(build, "q_a_layernorm", q_rank)
+            self.q_b_proj = FusedLinear(build, q_rank, (FusedPart("q_b_proj", rows, keep),), bias=False)
         self.qkv_proj = FusedLinear(build, config.hidden_size, (first, latent), bias)
         self.kv_a_layernorm = RMSNorm(build, "kv_a_layernorm", shape.rank)
         self.kv_b_proj = UpProjection(build, "kv_b_proj", shape, heads)
@@ -168,7 +169,8 @@ class DeepseekForCausalLM(LlamaForCausalLM):
             )
         shared = config.raw.get("n_shared_experts") or 0
 
-        def attention(build: BuildContext, layer: int, cos_sin: torch.Tensor) -> nn.Module:
+        def attention(build: BuildContext, _: LlamaVariant, layer: int, cos_sin: torch.Tensor | None) -> nn.Module:
+            assert cos_sin is not None
             return DeepseekAttention(build, layer, cos_sin, interleaved)
 
         def mlp(build: BuildContext, layer: int) -> nn.Module:
@@ -184,12 +186,12 @@ class DeepseekForCausalLM(LlamaForCausalLM):
     @property
     def caches(self) -> Sequence[LatentCache]:
         """What each layer of the whole model keeps."""
-        width = LatentShape.from_config(self.build.config).width
+        width = latent_shape(self.build.config).width
         return [LatentCache(width, self.build.kv_format)] * self.build.config.num_layers
 
     @property
     def kv_shape(self) -> KVSpec:
-        shape = LatentShape.from_config(self.build.config)
+        shape = latent_shape(self.build.config)
         return KVSpec(len(self.model.layers), 1, shape.width, latent_width=shape.width)
 
 

@@ -18,6 +18,7 @@ from quire.distributed.groups import Ranks
 from quire.errors import UnsupportedModelError
 from quire.kernels.base import Ops
 from quire.kernels.kv import KVFormat
+from quire.kernels.gates import PLAIN_EXPERTS, ExpertVariant
 from quire.kernels.routing import RouteRule
 from quire.kernels.weights.base import Weight
 from quire.layers.build_context import collect_targets
@@ -206,13 +207,15 @@ class ObservedOps:
         experts: torch.Tensor,
         gate_up: torch.Tensor,
         down: torch.Tensor,
+        variant: ExpertVariant = PLAIN_EXPERTS,
     ) -> torch.Tensor:
         for expert in experts.unique().tolist():
             if 0 <= expert < len(gate_up):
                 own = x[(experts == expert).any(-1)]
                 self._see(gate_up[expert], own, False)
-                self._see(down[expert], self._ops.gated_linear(own, gate_up[expert]), False)
-        return self._ops.experts(x, weights, experts, gate_up, down)
+                features = self._ops.gated_linear(own, gate_up[expert], variant.biases(expert)[0], variant.activation)
+                self._see(down[expert], features, False)
+        return self._ops.experts(x, weights, experts, gate_up, down, variant)
 
     def sparse_mlp(
         self,
@@ -228,10 +231,12 @@ class ObservedOps:
         counts: torch.Tensor | None = None,
         slots: torch.Tensor | None = None,
         rule: RouteRule | None = None,
+        variant: ExpertVariant = PLAIN_EXPERTS,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         normed, stream = self._ops.norm_stream(x, residual, gain, eps)
-        weights, experts = self._ops.route(self._ops.linear(normed, router), top_k, renormalise, counts, slots, rule)
-        return self.experts(normed, weights, experts, gate_up, down), stream
+        logits = self._ops.linear(normed, router, variant.router_bias)
+        weights, experts = self._ops.route(logits, top_k, renormalise, counts, slots, rule)
+        return self.experts(normed, weights, experts, gate_up, down, variant), stream
 
 
 @dataclass

@@ -133,8 +133,8 @@ def _expert_kernels(model: nn.Module, ops: TritonOps, max_tokens: int) -> dict[o
     """One token of zeros through experts of each shape, by every kernel a step may use."""
     tasks: dict[object, Task] = {}
     for experts in layer_experts(model):
-        form = (kind_of(experts.gate_up), kind_of(experts.down), *experts[2:])
-        tasks |= {(form, kernel): task for kernel, task in ops.expert_kernels_of(*experts, max_tokens).items()}
+        made = ops.expert_kernels_of(*experts[:5], max_tokens, experts.variant)
+        tasks |= {(experts.kind, kernel): task for kernel, task in made.items()}
     return tasks
 
 

@@ -94,7 +94,7 @@ class Worker:
         """The cache groups, and where each layer's cache lies in the pages."""
         assign_groups(self.model, self.geometry)  # type: ignore[arg-type]
         backend = attention_backend(backend_name(config, platform))
-        self._graph_safe = backend.graph_safe
+        self._graph_safe = backend.graph_safe and getattr(self.model, "graph_safe", True)
         self.reads_groups = (
             config.prefix_group_attention
             and not config.batch_invariant

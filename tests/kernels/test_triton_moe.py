@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from tests.kernels.triton_target import DEVICE, HALF, ON_GPU, assert_same_bits
 
 from quire.kernels.reference import TorchOps  # isort: skip
+from quire.kernels.routing import RouteRule  # isort: skip
 from quire.kernels.triton.moe import tile as moe_tile
 
 from quire.kernels.triton.moe.layout import LARGE, SMALL, arrange, max_tiles  # isort: skip
@@ -86,6 +87,30 @@ def run(
 def choices(tokens: int, count: int, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
     weights, experts = TorchOps().route(random(tokens, count), top_k, True)
     return weights.contiguous(), experts.contiguous()
+
+
+RULES = [
+    RouteRule(scale=2.0, shared=1),
+    RouteRule(groups=4, top_groups=2),
+    RouteRule(sigmoid=True, groups=5, top_groups=2, group_top=2, scale=2.5, shared=2),
+    RouteRule(sigmoid=True, scale=1.5),
+]
+
+
+@pytest.mark.parametrize("renormalise", [False, True])
+@pytest.mark.parametrize("rule", RULES)
+def test_routing_by_rules(rule: RouteRule, renormalise: bool) -> None:
+    count, top_k = 20, 3
+    if rule.sigmoid:
+        rule = replace(rule, bias=random(count))
+    logits = random(9, count)
+    slots = torch.arange(9, device=DEVICE) % 4  # 0: padding
+    counts, expected = (torch.zeros(count, dtype=torch.int64, device=DEVICE) for _ in range(2))
+    weights, experts = route(logits, top_k, renormalise, counts, slots, rule)
+    good_weights, good_experts = TorchOps().route(logits, top_k, renormalise, expected, slots, rule)
+    assert torch.equal(experts, good_experts) and torch.equal(counts, expected)
+    torch.testing.assert_close(weights, good_weights, rtol=1e-5, atol=1e-6)
+    assert experts.shape == (9, top_k + rule.shared) and (experts[slots == 0] == -1).all()
 
 
 @pytest.mark.parametrize("renormalise", [False, True])

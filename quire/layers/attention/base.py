@@ -70,6 +70,8 @@ class AttentionInputs:
     last: LastTokens | None = None
     """Set if only some hidden states are needed: a model with `supports_last_tokens` stops computing the other tokens
     once the keys and values of its last layer are written."""
+    has_context: bool = True
+    """Whether rows with several query tokens may have cached tokens from before this step. False: known not to."""
     plans: dict[Any, Any] = field(default_factory=dict)
     """What a backend computed for this step and needs again in the next layer."""
     siblings: tuple[AttentionInputs, ...] = ()
@@ -131,21 +133,49 @@ class AttentionBackend(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class LatentShape:
+    """Sizes of latent attention."""
+
+    rank: int
+    """Values of the latent: of a token's vector without its rotated key."""
+    rope: int
+    nope: int
+    """Key dimensions that are not rotated."""
+    value: int
+
+    @property
+    def width(self) -> int:
+        """Values a token in the cache."""
+        return self.rank + self.rope
+
+    @property
+    def query(self) -> int:
+        """Dimensions of a head's queries and keys."""
+        return self.nope + self.rope
+
+
 class LatentBackend(Protocol):
     """Latent attention (MLA) over the paged cache: keys and values of all heads come from one vector a token."""
 
-    def prepare(self, inputs: AttentionInputs, kv: torch.Tensor) -> None:
+    def prepare(self, kv: torch.Tensor, inputs: AttentionInputs) -> None:
         """Called in each layer before its latents are written: the place to compute what is needed once per step."""
         ...
 
     def attend(
-        self, q: torch.Tensor, kv: torch.Tensor, up: torch.Tensor, inputs: AttentionInputs, scale: float
+        self,
+        q: torch.Tensor,
+        latent: torch.Tensor,
+        kv: torch.Tensor,
+        up: torch.Tensor,
+        inputs: AttentionInputs,
+        scale: float,
     ) -> torch.Tensor:
-        """Causal attention of q [T, heads, nope + rope], rotated; returns [T, heads * value_dim].
+        """Causal attention of q [T, heads, nope + rope], rotated; returns [T, heads * value].
 
-        kv is one layer's cache [blocks, block_size, rank + rope] and already holds this step's tokens. up
-        [heads, nope + value_dim, rank]: a head's keys are (up[:nope] @ latent, the rotated rest), its values
-        up[nope:] @ latent.
+        kv is one layer's cache [blocks, block_size, rank + rope] and already holds this step's tokens; latent
+        [T, rank + rope] is what was stored for the T tokens of q. up [heads, nope + value, rank]: a head's keys are
+        (up[:nope] @ latent, the rotated rest), its values up[nope:] @ latent.
         """
         ...
 

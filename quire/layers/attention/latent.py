@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from quire.errors import ConfigError, UnsupportedModelError
-from quire.layers.attention.base import AttentionInputs, LastTokens, LatentBackend
+from quire.layers.attention.base import AttentionInputs, LastTokens, LatentBackend, LatentShape
 from quire.layers.build_context import BuildContext
 from quire.layers.caches import LatentCache
 from quire.layers.matrices import MatrixPart, formats_of
@@ -26,38 +25,10 @@ from quire.quantization.formats.base import Format
 from quire.quantization.formats.on_load import OnLoadFormat
 
 
-@dataclass(frozen=True)
-class LatentShape:
-    """Sizes of latent attention, as a config names them."""
-
-    rank: int
-    rope: int
-    nope: int
-    """Key dimensions that are not rotated."""
-    value: int
-    q_rank: int | None
-    """Queries come from a latent of this size; None: from the hidden state."""
-
-    @classmethod
-    def from_config(cls, config: ModelConfig) -> LatentShape:
-        raw = config.raw
-        return cls(
-            positive_integer(raw, "kv_lora_rank"),
-            positive_integer(raw, "qk_rope_head_dim"),
-            positive_integer(raw, "qk_nope_head_dim"),
-            positive_integer(raw, "v_head_dim"),
-            None if raw.get("q_lora_rank") is None else positive_integer(raw, "q_lora_rank"),
-        )
-
-    @property
-    def width(self) -> int:
-        """Values a token in the cache."""
-        return self.rank + self.rope
-
-    @property
-    def query(self) -> int:
-        """Dimensions of a head's queries and keys."""
-        return self.nope + self.rope
+def latent_shape(config: ModelConfig) -> LatentShape:
+    """The sizes in a model's config."""
+    names = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
+    return LatentShape(*(positive_integer(config.raw, name) for name in names))
 
 
 def softmax_scale(shape: LatentShape, rope: Mapping[str, Any]) -> float:
@@ -144,7 +115,7 @@ class LatentAttention(nn.Module):
                 f"{build.config.architecture} needs"
             )
         self.ops = build.ops
-        self.backend: LatentBackend = build.attention.latent()
+        self.backend: LatentBackend = build.attention.latent(heads.stop - heads.start, shape)
         self.shape = shape
         self.num_heads = heads.stop - heads.start
         self.cos_sin = cos_sin
@@ -172,9 +143,11 @@ class LatentAttention(nn.Module):
         rotated. With `last`: only of its tokens, but the vectors of all are written."""
         inputs = inputs.of(self.group)
         attended = inputs if last is None else last.inputs.of(self.group)
-        self.backend.prepare(attended, kv)
+        self.backend.prepare(kv, attended)
         q = q.unflatten(-1, (self.num_heads, self.shape.query))
         self.ops.prepare_latent(
             q, latent, positions, self.cos_sin, self.gain, self.eps, kv, inputs.slots, self.interleaved
         )
-        return self.backend.attend(q if last is None else q[last.tokens], kv, self.up.weight, attended, self.scale)
+        if last is not None:
+            q, latent = q[last.tokens], latent[last.tokens]
+        return self.backend.attend(q, latent, kv, self.up.weight, attended, self.scale)

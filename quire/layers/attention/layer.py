@@ -9,6 +9,22 @@ from quire.kernels.kv import LayerKV, QuantizedKV
 from quire.layers.attention.base import AttentionInputs, AttentionSpec, LastTokens
 from quire.layers.build_context import BuildContext
 from quire.layers.linear import Heads
+from quire.loading.weights import Target
+
+
+class Sinks(nn.Module):
+    """A learned logit for each query head of this rank, see `AttentionSpec`."""
+
+    def __init__(self, build: BuildContext, heads: Heads, name: str) -> None:
+        super().__init__()
+        self.name = name
+        self.total = build.config.num_heads
+        self.keep = slice(heads.query.start, heads.query.stop)
+        self.weight = build.parameter(len(heads.query))
+
+    def targets(self) -> dict[str, list[Target]]:
+        """Those of the rank's heads."""
+        return {self.name: [Target(self.weight, (self.total,), (self.keep,))]}
 
 
 class Attention(nn.Module):

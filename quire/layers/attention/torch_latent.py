@@ -13,11 +13,17 @@ MAX_ELEMENTS = 1 << 26
 class TorchLatentAttention:
     """Gathers each row's blocks, pads to the longest context, masks. Decodes and longer rows run separately."""
 
-    def prepare(self, inputs: AttentionInputs, kv: torch.Tensor) -> None:
+    def prepare(self, kv: torch.Tensor, inputs: AttentionInputs) -> None:
         """Nothing to compute ahead."""
 
     def attend(
-        self, q: torch.Tensor, kv: torch.Tensor, up: torch.Tensor, inputs: AttentionInputs, scale: float
+        self,
+        q: torch.Tensor,
+        latent: torch.Tensor,
+        kv: torch.Tensor,
+        up: torch.Tensor,
+        inputs: AttentionInputs,
+        scale: float,
     ) -> torch.Tensor:
         tokens, heads, _ = q.shape
         rank = up.shape[2]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from quire.kernels.kv import LayerKV, QuantizedKV
-from quire.layers.attention.base import AttentionInputs, AttentionSpec, LatentBackend
+from quire.layers.attention.base import AttentionInputs, AttentionSpec, LatentBackend, LatentShape
 
 # Elements of the largest intermediate tensor (256 MiB in float32): rows are processed in groups, queries in spans.
 _MAX_ELEMENTS = 1 << 26
@@ -16,7 +16,7 @@ class TorchPagedAttention:
 
     graph_safe = False
 
-    def latent(self) -> LatentBackend:
+    def latent(self, heads: int, shape: LatentShape) -> LatentBackend:
         """The same for latent caches."""
         from quire.layers.attention.torch_latent import TorchLatentAttention
 

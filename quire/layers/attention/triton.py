@@ -6,12 +6,19 @@ from typing import Any
 
 import torch
 
+from quire.errors import ConfigError
 from quire.kernels.kv import LayerKV, QuantizedKV, format_of
 from quire.kernels.triton.decode_attention import DecodeAttention
 from quire.kernels.triton.kv_widen import MIN_QUERIES, WidePlan, plan_wide, widen
 from quire.kernels.triton.prefill_attention import LONG_CONTEXT, plan_tiles, prefill_attention, prefill_tile
 from quire.kernels.triton.prefix_attention import PrefixAttention
-from quire.layers.attention.base import AttentionInputs, AttentionSpec, PrefixGroupBackend
+from quire.layers.attention.base import (
+    AttentionInputs,
+    AttentionSpec,
+    LatentBackend,
+    LatentShape,
+    PrefixGroupBackend,
+)
 
 
 class TritonPagedAttention(PrefixGroupBackend):
@@ -27,6 +34,20 @@ class TritonPagedAttention(PrefixGroupBackend):
         which sums in cache order for any chunking of the prompt and any other rows."""
         self._invariant = batch_invariant
         self._kernels: dict[tuple, Any] = {}
+
+    def latent(self, heads: int, shape: LatentShape) -> LatentBackend:
+        """The same for latent caches."""
+        from quire.layers.attention.triton_latent import TritonLatentAttention
+
+        if self._invariant:
+            raise ConfigError(
+                "batch_invariant is not implemented for latent attention: prompts and decodes sum in different orders",
+                "batch_invariant",
+                True,
+            )
+        if (heads, shape) not in self._kernels:
+            self._kernels[heads, shape] = TritonLatentAttention(heads, shape)
+        return self._kernels[heads, shape]
 
     def prepare(self, heads: int, kv: LayerKV, inputs: AttentionInputs, spec: AttentionSpec) -> None:
         if inputs.rows is None:
