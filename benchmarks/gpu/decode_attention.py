@@ -18,10 +18,10 @@ from quire.kernels.triton.decode_attention import DecodeAttention, DecodeTile
 
 MODELS = {"llama-8b": (32, 8, 128), "qwen3-0.6b": (16, 8, 128)}
 TILES = [
-    DecodeTile(tokens, warps, stages, programs, min_tiles)
-    for tokens, warps, stages in [(32, 2, 5), (64, 4, 3)]
-    for programs in (4, 8, 12, 16, 24)
-    for min_tiles in (2, 4, 8)
+    DecodeTile(32, 2, stages, programs, min_tiles, ahead)
+    for stages, programs in [(5, 4), (5, 5), (5, 8), (7, 4)]
+    for min_tiles in (1, 2)
+    for ahead in (0, 32, 64)
 ]
 BLOCK, LAYERS, MAX_ROWS = 16, 28, 1024
 
@@ -91,8 +91,12 @@ class Case:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="the default tile shape only")
-    quick = parser.parse_args().quick
+    parser.add_argument("--model", choices=MODELS, help="these heads only")
+    args = parser.parse_args()
+    quick = args.quick
     for model, (heads, kv_heads, dim) in MODELS.items():
+        if args.model not in (None, model):
+            continue
         kernels = {
             tile: DecodeAttention(heads, kv_heads, dim, MAX_ROWS, torch.bfloat16, torch.device("cuda"), tile=tile)
             for tile in ([None] if quick else TILES)
@@ -120,7 +124,9 @@ def decode_default(dim: int) -> DecodeTile:
 
 
 def _name(tile: DecodeTile | None) -> str:
-    return "shipped" if tile is None else f"{tile.tokens}t{tile.warps}w{tile.stages}s{tile.programs}p{tile.min_tiles}"
+    if tile is None:
+        return "shipped"
+    return f"{tile.tokens}t{tile.warps}w{tile.stages}s{tile.programs}p{tile.min_tiles}m{tile.ahead}a"
 
 
 if __name__ == "__main__":

@@ -7,8 +7,10 @@ from typing import Protocol
 
 import torch
 
+from quire.kernels.gates import PLAIN_EXPERTS, ExpertVariant
 from quire.kernels.kv import LayerKV
 from quire.kernels.routing import RouteRule
+from quire.kernels.states import DeltaNet, Mamba2, States, StepRows
 from quire.kernels.weights.base import Weight
 
 
@@ -130,6 +132,7 @@ class Ops(Protocol):
         experts: torch.Tensor,
         gate_up: Weight,
         down: Weight,
+        variant: ExpertVariant = PLAIN_EXPERTS,
     ) -> torch.Tensor:
         """The weighted sum over each token's experts: sum of weight * down_e(silu(gate_e(x)) * up_e(x)).
 
@@ -137,6 +140,7 @@ class Ops(Protocol):
         weights [tokens, top_k] float32, experts [tokens, top_k] int32: what `route` returned
         gate_up [experts, 2 * width, hidden]: an expert's gate rows, then its up rows
         down    [experts, hidden, width]
+        variant another activation than silu, biases
 
         The result is [tokens, hidden], of x's dtype; the sum over experts is in float32. An index outside
         0 .. experts - 1 adds nothing (an expert on another rank).
@@ -157,6 +161,7 @@ class Ops(Protocol):
         counts: torch.Tensor | None = None,
         slots: torch.Tensor | None = None,
         rule: RouteRule | None = None,
+        variant: ExpertVariant = PLAIN_EXPERTS,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(`experts` of rms_norm(stream), routed by `route`, stream).
 
@@ -214,6 +219,30 @@ class Ops(Protocol):
         """
         ...
 
+    def sigmoid_mul(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        """x * sigmoid(gate), both [tokens, width]; may overwrite x."""
+        ...
+
+    def delta_net(self, projected: torch.Tensor, layer: DeltaNet, states: States, step: StepRows) -> torch.Tensor:
+        """A gated delta net from its input products to its gated norm; reads and writes the rows' states.
+
+        projected [tokens, q | k | v | z | b | a]; the result is [tokens, value_heads * value_dim]
+        """
+        ...
+
+    def mamba2(self, projected: torch.Tensor, layer: Mamba2, states: States, step: StepRows) -> torch.Tensor:
+        """A Mamba 2 mixer from its input products to before its gate and norm; reads and writes the rows' states.
+
+        projected [tokens, z | x | B | C | dt]; the result is [tokens, heads * head_dim]
+        """
+        ...
+
+    def gated_norm(
+        self, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, groups: int, eps: float
+    ) -> torch.Tensor:
+        """rms_norm(x * silu(gate)) * weight, the norm over each of `groups` equal parts of a row."""
+        ...
+
     def capture(self, run: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Callable[[], None] | None]:
         """Run a forward pass and record it: the returned function replays it over the same memory.
 
@@ -229,8 +258,9 @@ class Ops(Protocol):
         ...
 
     def expert_kernels_of(
-        self, gate_up: Weight, down: Weight, top_k: int, renormalise: bool, routed: int, max_tokens: int
-    ) -> dict[object, Callable[[], object]]:
+        self, gate_up: Weight, down: Weight, top_k: int, renormalise: bool, routed: int, max_tokens: int,
+        variant: ExpertVariant = PLAIN_EXPERTS,
+    ) -> dict[object, Callable[[], object]]:  # fmt: skip
         """Tasks that launch the kernels of these experts for up to `max_tokens` tokens, each once, by name.
 
         routed: number of experts the router chooses among, on all ranks

@@ -8,10 +8,12 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.nn.functional as F
 
+from quire.kernels import reference_states
 from quire.kernels.base import CompilableKernel
-from quire.kernels.gates import gate_mul
+from quire.kernels.gates import PLAIN_EXPERTS, ExpertVariant, gate_mul
 from quire.kernels.kv import LayerKV, QuantizedKV
 from quire.kernels.routing import RouteRule, add_shared, route_by_rule
+from quire.kernels.states import DeltaNet, Mamba2, States, StepRows
 from quire.kernels.weights.base import Weight, reference_linear
 
 
@@ -113,12 +115,15 @@ class TorchOps:
         experts: torch.Tensor,
         gate_up: Weight,
         down: Weight,
+        variant: ExpertVariant = PLAIN_EXPERTS,
     ) -> torch.Tensor:
         # Every expert computes every token: the routing is only on the device.
         total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         for index in range(gate_up.shape[0]):
             chosen = experts == index
-            product = self.linear(self.gated_linear(x, gate_up[index]), down[index])
+            first, second = variant.biases(index)
+            features = self.gated_linear(x, gate_up[index], first, variant.activation)
+            product = self.linear(features, down[index], second)
             weight = torch.where(chosen, weights, 0.0).sum(dim=-1, keepdim=True)
             total += torch.where(chosen.any(dim=-1, keepdim=True), product.float() * weight, 0.0)
         return total.to(x.dtype)
@@ -137,10 +142,12 @@ class TorchOps:
         counts: torch.Tensor | None = None,
         slots: torch.Tensor | None = None,
         rule: RouteRule | None = None,
+        variant: ExpertVariant = PLAIN_EXPERTS,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         normed, stream = self.norm_stream(x, residual, gain, eps)
-        weights, experts = self.route(self.linear(normed, router), top_k, renormalise, counts, slots, rule)
-        return self.experts(normed, weights, experts, gate_up, down), stream
+        logits = self.linear(normed, router, variant.router_bias)
+        weights, experts = self.route(logits, top_k, renormalise, counts, slots, rule)
+        return self.experts(normed, weights, experts, gate_up, down, variant), stream
 
     def prepare_qkv(
         self,
@@ -196,6 +203,20 @@ class TorchOps:
         block_size = cache.shape[1]
         cache[slots // block_size, slots % block_size] = latent
 
+    def sigmoid_mul(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        return (x.float() * gate.float().sigmoid()).to(x.dtype)
+
+    def delta_net(self, projected: torch.Tensor, layer: DeltaNet, states: States, step: StepRows) -> torch.Tensor:
+        return reference_states.delta_net(projected, layer, states, step)
+
+    def mamba2(self, projected: torch.Tensor, layer: Mamba2, states: States, step: StepRows) -> torch.Tensor:
+        return reference_states.mamba2(projected, layer, states, step)
+
+    def gated_norm(
+        self, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, groups: int, eps: float
+    ) -> torch.Tensor:
+        return reference_states.gated_norm(x, gate, weight, groups, eps)
+
     def capture(self, run: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Callable[[], None] | None]:
         return run(), None
 
@@ -205,8 +226,9 @@ class TorchOps:
         return []
 
     def expert_kernels_of(
-        self, gate_up: Weight, down: Weight, top_k: int, renormalise: bool, routed: int, max_tokens: int
-    ) -> dict[object, Callable[[], object]]:
+        self, gate_up: Weight, down: Weight, top_k: int, renormalise: bool, routed: int, max_tokens: int,
+        variant: ExpertVariant = PLAIN_EXPERTS,
+    ) -> dict[object, Callable[[], object]]:  # fmt: skip
         return {}
 
 

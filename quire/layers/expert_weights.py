@@ -64,7 +64,8 @@ class ExpertShare:
 class ExpertNaming:
     """Names of a sparse MLP's tensors, relative to the decoder layer.
 
-    `{}` is an expert's number; a name without it is one tensor with all experts.
+    `{}` is an expert's number; a name without it is one tensor with all experts. If it is the same for gate and up,
+    the tensor has the gate rows of each expert, then its up rows.
     """
 
     router: str
@@ -202,7 +203,7 @@ class ExpertWeights:
         router = Target(self.router, tuple(self.router.shape))
         return {
             ROUTER: [replace(router, layouts=self._router_layouts(router))],
-            GATE_UP: [replace(target, layouts=self._layouts({"gate": gate, "up": up})) for target in gate_up],
+            GATE_UP: [replace(target, layouts=self._layouts({"gate": gate, "up": up}, gate_up)) for target in gate_up],
             DOWN: [replace(target, layouts=self._layouts({"down": down})) for target in down.stacked(share)],
         }
 
@@ -226,10 +227,12 @@ class ExpertWeights:
         names = {naming.router for naming in self.namings} - {ROUTER}
         return tuple(TensorLayout((name,), lambda name=name: {name: [target]}) for name in names)  # type: ignore[misc]
 
-    def _layouts(self, matrices: Mapping[str, _AnyMatrix]) -> tuple[TensorLayout, ...]:
-        """For each naming, the tensors that together hold these matrices."""
+    def _layouts(self, matrices: Mapping[str, _AnyMatrix], pair: Sequence[AnyTarget] = ()) -> tuple[TensorLayout, ...]:
+        """For each naming, the tensors that together hold these matrices. `pair`: the targets of gate and up in one."""
 
         def layout(naming: ExpertNaming) -> TensorLayout:
+            if pair and naming.gate == naming.up:
+                return TensorLayout((naming.gate,), lambda: {naming.gate: pair})
             named = [(naming.of(kind), matrix) for kind, matrix in matrices.items()]
             return TensorLayout(
                 tuple(full for name, matrix in named for full in matrix.names(name, self.share)),

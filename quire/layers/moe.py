@@ -10,6 +10,7 @@ from torch import nn
 
 from quire.distributed.collectives import all_reduce
 from quire.errors import ValidationError
+from quire.kernels.gates import PLAIN_EXPERTS, ExpertVariant
 from quire.kernels.routing import RouteRule
 from quire.kernels.weights.base import QuantizedWeight, Weight
 from quire.layers.build_context import BuildContext, quantized_weights
@@ -79,6 +80,7 @@ class SparseMLP(nn.Module):
         self.ranks = build.ranks
         self.routing = routing
         self.namings = (*namings, STACKED_APART)
+        self.variant: ExpertVariant = PLAIN_EXPERTS
         self.dispatch: ExpertDispatch | None = None
         if build.experts is None:
             self.share = ExpertShare.of_rank(build.ranks, routing.num_experts, routing.width)
@@ -106,13 +108,13 @@ class SparseMLP(nn.Module):
         routing = self.routing
         out, residual = self.ops.sparse_mlp(
             x, residual, norm.weight, norm.eps, self.router, self.gate_up, self.down, routing.top_k,
-            routing.renormalise, self.counts, slots, self.rule,
+            routing.renormalise, self.counts, slots, self.rule, self.variant,
         )  # fmt: skip
         return all_reduce(out, self.ranks), residual
 
     def mix(self, x: torch.Tensor, slots: torch.Tensor | None = None) -> torch.Tensor:
         """The weighted sum of the experts' outputs for x."""
-        logits, routing = self.ops.linear(x, self.router), self.routing
+        logits, routing = self.ops.linear(x, self.router, self.variant.router_bias), self.routing
         exchanges = self.dispatch is not None and self.dispatch.ranks.exchanges
         places = None if exchanges else slots  # steps with exchanges are not padded
         weights, experts = self.ops.route(logits, routing.top_k, routing.renormalise, self.counts, places, self.rule)
@@ -123,7 +125,7 @@ class SparseMLP(nn.Module):
         return all_reduce(self._run(x, weights, self.dispatch.local_slots(experts)), self.ranks)
 
     def _run(self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
-        return self.ops.experts(x, weights, experts, self.gate_up, self.down)
+        return self.ops.experts(x, weights, experts, self.gate_up, self.down, self.variant)
 
     def serve(self) -> None:
         """Compute the tokens that other ranks send, without own tokens."""
@@ -136,6 +138,7 @@ class SparseMLP(nn.Module):
         """Hold the experts that `placement` gives this rank. All ranks call this together."""
         assert self.dispatch is not None
         held = [stack for weight in (self.gate_up, self.down) for stack in _tensors(weight)]
+        held += [bias for bias in (self.variant.gate_up_bias, self.variant.down_bias) if bias is not None]
         self.dispatch.change(placement, *held)
 
     @property

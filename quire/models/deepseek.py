@@ -169,7 +169,8 @@ class DeepseekForCausalLM(LlamaForCausalLM):
             )
         shared = config.raw.get("n_shared_experts") or 0
 
-        def attention(build: BuildContext, layer: int, cos_sin: torch.Tensor) -> nn.Module:
+        def attention(build: BuildContext, _: LlamaVariant, layer: int, cos_sin: torch.Tensor | None) -> nn.Module:
+            assert cos_sin is not None
             return DeepseekAttention(build, layer, cos_sin, interleaved)
 
         def mlp(build: BuildContext, layer: int) -> nn.Module:

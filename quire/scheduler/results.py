@@ -61,6 +61,9 @@ class ResultCollector:
                 self._beams.collect(request, result.logprobs.get(i))
             else:
                 tokens = result.tokens[ends[i] - int(result.counts[i]) : ends[i]].tolist()
+                if not tokens and live[i] and self._requests.tables.state_pages:
+                    self._requests.restart(request)  # its state is a token ahead: it cannot compute that token again
+                    continue
                 self._requests.append(request, tokens, result.logprobs.get(i))
                 if tokens and (result.stopped[i] or request.known >= request.source.limit):
                     self._end(request, tokens[-1], bool(result.stopped[i]))
@@ -81,7 +84,7 @@ class ResultCollector:
     def _fail(self, request: Request, message: str, error: str = "") -> None:
         """End the request with an error, and drop its KV from all caches."""
         # No other request may read the KV that led here.
-        self._requests.tables.withdraw(request.blocks)
+        self._requests.tables.withdraw_owner(request, request.keys)
         self._requests.swapper.forget(request.keys)
         self._requests.finish(request, "error", message=message, error=error)
 

@@ -66,6 +66,7 @@ def empty_model(
     target: Target = PLAIN,
     experts: ExpertRanks | None = None,
     scheme: Scheme | None = None,
+    impl: str = "auto",
 ) -> Any:
     """Our model of that shape, weights unset."""
     build = BuildContext(
@@ -79,7 +80,7 @@ def empty_model(
         experts=experts,
         scheme=scheme,
     )
-    model = model_class(config.architecture)(build)
+    model = model_class(config.architecture, impl)(build)
     create_weights(model, build)
     if build.ranks.tp_size == 1:  # otherwise a padded vocabulary has rows that no tensor fills
         for parameter in model.parameters():
@@ -114,9 +115,11 @@ def load(model: Any, tensors: Mapping[str, torch.Tensor]) -> None:
     assert not any(parameter.isnan().any() for parameter in model.parameters())
 
 
-def loaded_model(reference: Any, ranks: Ranks | None = None, max_model_len: int = 64, target: Target = PLAIN) -> Any:
+def loaded_model(
+    reference: Any, ranks: Ranks | None = None, max_model_len: int = 64, target: Target = PLAIN, impl: str = "auto"
+) -> Any:
     """Our model with the reference's weights."""
-    model = empty_model(model_config(reference), ranks, max_model_len, target)
+    model = empty_model(model_config(reference), ranks, max_model_len, target, impl=impl)
     load(model, checkpoint_tensors(reference))
     return model
 

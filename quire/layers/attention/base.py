@@ -90,6 +90,19 @@ class AttentionInputs:
         return self.plans["tables", width]
 
 
+@dataclass(frozen=True, eq=False)
+class AttentionSpec:
+    """What a layer's attention computes: softmax(capped(q·k * scale) where visible [, sink]) · v."""
+
+    scale: float
+    window: int | None = None
+    """A query sees itself and the window - 1 tokens before it; None: every token before it."""
+    soft_cap: float | None = None
+    """Scores s become soft_cap * tanh(s / soft_cap)."""
+    sinks: torch.Tensor | None = None
+    """[heads]: a logit of each head that joins the softmax's denominator, and has no value."""
+
+
 @dataclass
 class LastTokens:
     """The tokens of a step whose hidden states are needed, each the last of its row."""
@@ -106,18 +119,16 @@ class AttentionBackend(Protocol):
     graph_safe: bool
     """Whether its kernels can be captured once and replayed for rows of other lengths."""
 
-    def prepare(self, heads: int, kv: LayerKV, inputs: AttentionInputs, window: int | None) -> None:
+    def prepare(self, heads: int, kv: LayerKV, inputs: AttentionInputs, spec: AttentionSpec) -> None:
         """Called in each layer before its keys are written: the place to compute what is needed once per step."""
         ...
 
-    def attend(
-        self, q: torch.Tensor, kv: LayerKV, inputs: AttentionInputs, scale: float, window: int | None
-    ) -> torch.Tensor:
+    def attend(self, q: torch.Tensor, kv: LayerKV, inputs: AttentionInputs, spec: AttentionSpec) -> torch.Tensor:
         """Causal attention of q [T, heads, head_dim] over the rows' cached tokens; returns [T, heads * head_dim].
 
         kv is one layer's cache [blocks, 2, kv_heads, block_size, head_dim] and already holds this step's tokens.
-        Query j of a row (counted from its last) sits at position context_len - query_len + j. With a window, a query
-        sees itself and the window - 1 tokens before it.
+        Query j of a row (counted from its last) sits at position context_len - query_len + j. With a window, blocks
+        that lie wholly before the window of a row's first query are not read: their entries in the table are stale.
         """
         ...
 

@@ -512,6 +512,8 @@ class SuperblockProducts(QuantizedProducts):
         renormalise: bool,
         routed: int,
         max_tokens: int,
+        activation: str = "silu",
+        biased: bool = False,
     ) -> dict[object, Callable[[], object]]:
         def launch() -> None:
             x = torch.zeros(1, gate_up.shape[2], dtype=gate_up.dtype, device=gate_up.device)
