@@ -46,7 +46,7 @@ class DeltaNetConfig:
     """Shapes of the kernels."""
 
     solve_warps: int = 4
-    solve_precision: str = "tf32x3"
+    solve_precision: str = "tf32"
     solve_leaf: int = 1
     """Rows of the blocks that are inverted by substitution."""
     scan_values: int = 32
@@ -207,9 +207,7 @@ def _scan(
             u = tl.load(values + (base + of_head) * DV + v_lane[None, :], mask=inside, other=0.0)
             p = tl.load(scores + (base + of_head) * CHUNK + lane[None, :], mask=inside, other=0.0)
             q = tl.load(line + at_token[:, None] * CHANNELS + k_lane[None, :], mask=inside, other=0.0)
-            k = tl.load(
-                line + at_token[:, None] * CHANNELS + KEY_HEADS * DK + k_lane[None, :], mask=inside, other=0.0
-            )
+            k = tl.load(line + at_token[:, None] * CHANNELS + KEY_HEADS * DK + k_lane[None, :], mask=inside, other=0.0)
             total = tl.load(totals + base + at_token * VALUE_HEADS, mask=exists, other=0.0)
             end = tl.minimum(chunk_begin + CHUNK, count) - 1
             last = tl.load(totals + base + end.to(tl.int64) * VALUE_HEADS)
