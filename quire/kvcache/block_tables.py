@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from quire.kvcache.block_pool import NULL_BLOCK, BlockPool
 from quire.kvcache.groups import GroupTable, Hit, first_needed, groups_of, hole, most_window_blocks
-from quire.kvcache.prefix_cache import PrefixCache, index_key
+from quire.kvcache.prefix_cache import PrefixCache, index_key, page_key, split_index_key
 from quire.messages.caches import FULL, CacheGroup
 
 ENDLESS = 1 << 40
@@ -105,46 +105,57 @@ class BlockTables:
             return Hit(blocks, reach=len(blocks))
         if not self.prefix_caching:
             return Hit([], [[] for _ in self.others])
-        get, most = self.prefix_cache.get, (tokens - 1) // self.block_size
-        blocks = self.match(keys, tokens) if self.has_full else hole(min(most, len(keys)))
-        pages = [self._matching_pages(number, group, keys, len(blocks)) for number, group in self.others]
-        for (_, group), found in zip(self.others, pages, strict=True):
-            if group.kind == "full":
-                del blocks[len(found) :]
-        reach = end = len(blocks)
-        while (shorter := self._servable(keys, end)) < end:
-            end = shorter
-        pages = []
-        for number, group in self.others:
-            if not end or group.kind == "state":
-                pages.append(list(self.prefix_cache.blocks_of(index_key(keys[end - 1], number))) if end else [])
-                continue
-            first = 0 if group.kind == "full" else first_needed(group, end * self.block_size, self.block_size)
-            pages.append([get(index_key(keys[i], number)) or NULL_BLOCK for i in range(first, end)])
-        return Hit(blocks[:end], pages, reach if self.has_full else end)
+        keys = keys[: (tokens - 1) // self.block_size]
+        reach = self.reach(keys, self.is_cached)
+        end = self.longest_prefix(keys, reach, self.is_cached)
+        blocks = self.prefix_cache.match(keys[:end]) if self.has_full else hole(end)
+        return Hit(blocks, [self._cached_pages(number, keys[:end]) for number, _ in self.others], reach)
 
-    def _matching_pages(self, number: int, group: CacheGroup, keys: Sequence[bytes], end: int) -> list[int]:
-        """A full group's pages of the longest prefix of the first `end` blocks."""
-        if group.kind != "full":
-            return []
-        return self.prefix_cache.match(index_key(key, number) for key in keys[:end])
+    def is_cached(self, number: int, key: bytes) -> bool:
+        """Whether the prefix cache has the group's block, or state, that ends with this content key."""
+        return index_key(key, number) in self.prefix_cache
 
-    def _servable(self, keys: Sequence[bytes], end: int) -> int:
-        """The longest prefix of at most `end` blocks that each window or state group, after those before it, has."""
-        for number, group in self.others:
-            if group.kind == "state":
-                while end and index_key(keys[end - 1], number) not in self.prefix_cache:
-                    end -= 1
-            elif group.kind == "window":
-                end = self._window_servable(number, group, keys, end)
+    def _cached_pages(self, number: int, keys: Sequence[bytes]) -> list[int]:
+        """What the group needs of a prefix, all of which is cached."""
+        cache, group = self.prefix_cache, self.groups[number]
+        if group.kind == "state":
+            return list(cache.blocks_of(index_key(keys[-1], number))) if keys else []
+        first = self.first_needed(number, len(keys) * self.block_size)
+        return cache.match(index_key(key, number) for key in keys[first:])
+
+    def first_needed(self, number: int, position: int) -> int:
+        """The first block of a full or window group that a query at `position` reaches."""
+        group = self.groups[number]
+        return first_needed(group, position, self.block_size) if group.kind == "window" else 0
+
+    def reach(self, keys: Sequence[bytes], has: Callable[[int, bytes], bool]) -> int:
+        """Leading blocks that all full groups have; 0 if no group is full."""
+        full = [number for number, _ in groups_of(self.groups, "full")]
+        end = 0
+        while full and end < len(keys) and all(has(number, keys[end]) for number in full):
+            end += 1
         return end
 
-    def _window_servable(self, number: int, group: CacheGroup, keys: Sequence[bytes], end: int) -> int:
-        """The longest prefix of at most `end` blocks whose last window the group has."""
+    def longest_prefix(self, keys: Sequence[bytes], reach: int, has: Callable[[int, bytes], bool]) -> int:
+        """The most blocks, at most the full groups' `reach`, after which every group has what the next token needs."""
+        end = reach if self.num_full else len(keys)
+        while True:
+            before = end
+            for number, group in self.others:
+                if group.kind == "state":
+                    while end and not has(number, keys[end - 1]):
+                        end -= 1
+                elif group.kind == "window":
+                    end = self._window_prefix(number, keys, end, has)
+            if end == before:
+                return end
+
+    def _window_prefix(self, number: int, keys: Sequence[bytes], end: int, has: Callable[[int, bytes], bool]) -> int:
+        """The most blocks, at most `end`, whose last window the group has."""
         at = end
-        while at > first_needed(group, end * self.block_size, self.block_size):
+        while at > self.first_needed(number, end * self.block_size):
             at -= 1
-            if index_key(keys[at], number) not in self.prefix_cache:
+            if not has(number, keys[at]):
                 end = at
         return end
 
@@ -212,20 +223,22 @@ class BlockTables:
         blocks = max(0, self.blocks_for(tokens) - len(owner.blocks))
         if not self.others:
             return blocks
-        return self.pages_per_block * blocks + sum(self._lacking_state(owner))
+        return self.pages_per_block * blocks + self._lacking_state(owner)
 
-    def _lacking_state(self, owner: BlockOwner) -> list[int]:
-        """By other group: pages of the live state that the owner lacks."""
-        return [
-            group.pages - len(table.blocks) if group.kind == "state" else 0
+    def _lacking_state(self, owner: BlockOwner) -> int:
+        """Pages of the live state that the owner lacks, or has to copy because others have them too."""
+        refs = self.pool.refs
+        return sum(
+            group.pages
             for (_, group), table in zip(self.others, self.tables_of(owner), strict=True)
-        ]
+            if group.kind == "state" and (not table.blocks or any(refs[page] > 1 for page in table.blocks))
+        )
 
     def missing_finally(self, owner: BlockOwner, tokens: int) -> int:
         """Pages the owner will lack to compute up to `tokens` tokens a block at a time: windows give pages back."""
         if not self.others:
             return self.missing(owner, tokens)
-        blocks, lacking = self.blocks_for(tokens), sum(self._lacking_state(owner))
+        blocks, lacking = self.blocks_for(tokens), self._lacking_state(owner)
         lacking += self.num_full * max(0, blocks - len(owner.blocks))
         for (_, group), table in zip(self.others, self.tables_of(owner), strict=True):
             if group.kind == "window":
@@ -236,9 +249,9 @@ class BlockTables:
     def room(self, owner: BlockOwner, pages: int) -> int:
         """Tokens that the owner could hold with `pages` more pages."""
         if self.others:
-            pages -= sum(self._lacking_state(owner))
+            pages -= self._lacking_state(owner)
             if pages < 0:
-                return len(owner.blocks) * self.block_size if owner.blocks and not self.state_pages else 0
+                return 0
             if not self.pages_per_block:
                 return ENDLESS
             pages //= self.pages_per_block
@@ -316,6 +329,44 @@ class BlockTables:
             for number, _ in self.others:
                 for key in keys:
                     self.withdraw(self.prefix_cache.blocks_of(index_key(key, number))[:1])
+
+    # Tiers below the device
+
+    def tier_key(self, block: int) -> bytes | None:
+        """The key of a cached block in the tiers below the device; None if it is not cached."""
+        key = self.prefix_cache.key_of(block)
+        if key is None or not self.others:
+            return key
+        content, number = split_index_key(key)
+        return page_key(content, number, self.prefix_cache.blocks_of(key).index(block))
+
+    def tier_pairs(
+        self, owner: BlockOwner, keys: Sequence[bytes], tokens: int, end_key: bytes
+    ) -> list[tuple[bytes, int]]:
+        """(key in lower tiers, page) of all that it takes to continue after the owner's first `tokens` tokens. `keys`:
+        content keys of full blocks; `end_key`: the content key at the end."""
+        full, is_partial = divmod(tokens, self.block_size)
+        pairs = list(zip(keys[:full], owner.blocks[:full], strict=True)) if self.has_full else []
+        if is_partial and self.has_full:
+            pairs.append((end_key, owner.blocks[full]))
+        if self.others:
+            for (number, group), table in zip(self.others, self.tables_of(owner), strict=True):
+                if group.kind == "state":
+                    pairs += [(page_key(end_key, number, i), page) for i, page in enumerate(table.blocks)]
+                    continue
+                first = self.first_needed(number, tokens)
+                pairs += [(page_key(keys[i], number), table.blocks[i]) for i in range(first, full)]
+                if is_partial:
+                    pairs.append((page_key(end_key, number), table.blocks[full]))
+        return pairs
+
+    def tier_keys(self, key: bytes) -> list[bytes]:
+        """All keys in lower tiers of what ends with this content key."""
+        return [
+            page_key(key, number, i)
+            for number, group in enumerate(self.groups)
+            for i in range(group.pages if group.kind == "state" else 1)
+        ]
 
     # Sharing
 

@@ -121,6 +121,8 @@ def attend_latents(
 ):  # fmt: skip
     """Online softmax of queries over cached tokens begin to end, of which those before `length` exist: (best score,
     sum of weights, sum of latents, transposed if so). `visible_to`: with CAUSAL, the last position each query sees."""
+    # A loop that may be empty would make ptxas serialize every WGMMA: see `_prefill` in prefill_attention.py.
+    tl.assume(begin < end)
     M: tl.constexpr = qc.shape[0]
     RANK_P2: tl.constexpr = qc.shape[1]
     ROPE_P2: tl.constexpr = qr.shape[1]
