@@ -100,6 +100,8 @@ class SharedMixture(SparseMLP):
 def is_sparse(config: ModelConfig, layer: int) -> bool:
     """Whether a layer has a mixture in place of an MLP."""
     raw = config.raw
+    if (kinds := raw.get("mlp_layer_types")) is not None:
+        return bool(kinds[layer] == "sparse")
     first = raw.get("first_k_dense_replace") or 0
     return layer >= first and layer % (raw.get("moe_layer_freq") or 1) == 0
 
