@@ -7,11 +7,15 @@ from quire.models.base import CausalLM
 from quire.registry import resolve
 
 _KNOWN = {
-    "DeepseekV2ForCausalLM": "quire.models.deepseek.DeepseekV2ForCausalLM",
-    "DeepseekV3ForCausalLM": "quire.models.deepseek.DeepseekV3ForCausalLM",
     "Cohere2ForCausalLM": "quire.models.cohere.CohereForCausalLM",
     "CohereForCausalLM": "quire.models.cohere.CohereForCausalLM",
+    "DeepseekV2ForCausalLM": "quire.models.deepseek.DeepseekV2ForCausalLM",
+    "DeepseekV3ForCausalLM": "quire.models.deepseek.DeepseekV3ForCausalLM",
     "FalconForCausalLM": "quire.models.falcon.FalconForCausalLM",
+    "GlmForCausalLM": "quire.models.glm.GlmForCausalLM",
+    "Glm4ForCausalLM": "quire.models.glm.Glm4ForCausalLM",
+    "Glm4MoeForCausalLM": "quire.models.glm.Glm4MoeForCausalLM",
+    "Glm4MoeLiteForCausalLM": "quire.models.glm.Glm4MoeLiteForCausalLM",
     "GPT2LMHeadModel": "quire.models.gpt2.GPT2LMHeadModel",
     "GptOssForCausalLM": "quire.models.gpt_oss.GptOssForCausalLM",
     "GPTNeoXForCausalLM": "quire.models.gpt_neox.GPTNeoXForCausalLM",
