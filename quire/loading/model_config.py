@@ -123,14 +123,27 @@ _WINDOWED = frozenset(
 _WINDOW_PATTERN_BY_DEFAULT = {"cohere2": 4, "olmo3": 4}
 _WINDOW_BY_DEFAULT = {"gpt_oss": 128, "mistral": 4096}
 _QUARTER_ROTARY = ("gpt_neox", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
-_ROTARY_PART_BY_DEFAULT = dict.fromkeys(_QUARTER_ROTARY, 0.25) | dict.fromkeys(("glm", "glm4", "glm4_moe"), 0.5)
+_HALF_ROTARY = ("bamba", "glm", "glm4", "glm4_moe")
+_ROTARY_PART_BY_DEFAULT = dict.fromkeys(_QUARTER_ROTARY, 0.25) | dict.fromkeys(_HALF_ROTARY, 0.5)
 _FULL_LAYERS_BY_DEFAULT = 28
 _LEARNED_POSITIONS = frozenset({"gpt2", "opt"})
 _LAYER_KINDS = ("full_attention", "sliding_attention")
 
 
+_IMPLIED = {
+    # No attention: any number of heads will do. Positions are not limited; this bounds tables.
+    "mamba2": {"num_attention_heads": 1, "max_position_embeddings": 1 << 17},
+}
+"""Fields that a family's config has no need of, and `ModelConfig` has."""
+
+
 def _text_part(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The config of the language model: files of models that also take images have it as `text_config`."""
+    """The config of the language model: files of models that also take images have it as `text_config`. Fields that
+    follow from others are added."""
+    raw = {**_IMPLIED.get(raw.get("model_type", ""), {}), **raw}
+    blocks = raw.get("layers_block_type") or raw.get("hybrid_override_pattern")
+    if raw.get("num_hidden_layers") is None and blocks:
+        raw["num_hidden_layers"] = len(blocks)
     text = raw.get("text_config")
     if not isinstance(text, Mapping):
         return raw
