@@ -61,7 +61,7 @@ class DeepSeekV31Parser(SectionParser):
     section_end = "<｜tool▁calls▁end｜>"
     notation = (
         "To call tools, answer with their names and arguments between these marks:\n"
-        '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>a tool\'s name<｜tool▁sep｜>{"a parameter": "its value"}'
+        '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>tool_name<｜tool▁sep｜>{"a_parameter": "its value"}'
         "<｜tool▁call▁end｜><｜tool▁calls▁end｜>\nWhere no tool helps, answer in plain words."
     )
 
@@ -71,8 +71,8 @@ class DeepSeekV3Parser(DeepSeekV31Parser):
 
     notation = (
         "To call tools, answer with their names and arguments between these marks:\n"
-        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>a tool's name\n"
-        '```json\n{"a parameter": "its value"}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>\n'
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>tool_name\n"
+        '```json\n{"a_parameter": "its value"}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>\n'
         "Where no tool helps, answer in plain words."
     )
 
@@ -101,8 +101,8 @@ class KimiK2Parser(SectionParser):
     section_end = "<|tool_calls_section_end|>"
     notation = (
         "To call tools, answer with their names and arguments between these marks:\n"
-        "<|tool_calls_section_begin|><|tool_call_begin|>functions.a tool's name:0<|tool_call_argument_begin|>"
-        '{"a parameter": "its value"}<|tool_call_end|><|tool_calls_section_end|>\n'
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.tool_name:0<|tool_call_argument_begin|>"
+        '{"a_parameter": "its value"}<|tool_call_end|><|tool_calls_section_end|>\n'
         "Where no tool helps, answer in plain words."
     )
 
