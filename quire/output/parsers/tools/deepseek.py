@@ -22,12 +22,13 @@ class SectionParser(CallParser):
     section_end: ClassVar[str]
 
     def _calls(self, opener: str) -> Reads[None]:
+        first = self._count
         yield from self._skip_spaces()
         while (yield from self._take_word(self.begin)):
             if not (yield from self._call()):
                 return
             yield from self._skip_spaces()
-        if (yield from self._take_word(self.section_end)):
+        if (yield from self._take_word(self.section_end)) and self._count > first:  # an empty section is text
             self._held.clear()
 
     def _call(self) -> Reads[bool]:

@@ -193,13 +193,14 @@ class MiniMaxM2Parser(XmlParser):
     )
 
     def _calls(self, opener: str) -> Reads[None]:
+        first = self._count
         yield from self._skip_spaces()
         while (yield from self._take_word(f'<{self.mark}invoke name="')):
             name = yield from self._take_until(self._name, '">')
             if not self._accepts(name, is_marked=True) or not (yield from self._invoke(name)):
                 return
             yield from self._skip_spaces()
-        if (yield from self._take_word(self.wrapper_end)):
+        if (yield from self._take_word(self.wrapper_end)) and self._count > first:  # an empty wrapper is text
             self._held.clear()
 
     def _invoke(self, name: str) -> Reads[bool]:
