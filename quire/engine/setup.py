@@ -68,7 +68,8 @@ def make_engine(
     started = backend.start(ExecutorSpec(config, files, model, platform, limits, lockstep))
     memory = started.memory
     tables = BlockTables(memory.num_blocks, config.block_size, config.enable_prefix_caching)
-    fingerprint = kv_fingerprint(config, files, model, stored_dtype(config, files, model, started.dtype))
+    dtype = stored_dtype(config, files, model, started.dtype)
+    fingerprint = kv_fingerprint(config, files, model, dtype, started.layout)
     keys = ContentKeys(config.block_size, fingerprint)
     tiers = make_tiers(config, fingerprint, tables, started.host_room)
 

@@ -46,6 +46,8 @@ class FusedLinear(nn.Module):
     normed = True
     """Whether `norm_linear` is used: tells the warm-up which kernels to compile."""
     activation = "silu"
+    normed = True
+    """Whether its input comes from a norm that is fused with it (`norm_linear`)."""
     weight: Weight
 
     def __init__(

@@ -67,6 +67,22 @@ class WideRMSNorm(nn.Module):
         return {f"{self.name}.weight": [Target(self.weight, (self.size,), (self.keep,))]}
 
 
+class ZeroCenteredRMSNorm(RMSNorm):
+    """x / rms(x) * (1 + weight). Holds 1 + weight in float32: rounded to 16 bits it would lose most of the weight."""
+
+    def __init__(self, build: BuildContext, name: str, size: int) -> None:
+        super().__init__(build, name, size)
+        self.weight = nn.Parameter(build.memory.zeros((size,), torch.float32), requires_grad=False)
+
+    def targets(self) -> dict[str, list[Target]]:
+        """The weight, whole."""
+        return {f"{self.name}.weight": [Target(self.weight, tuple(self.weight.shape), (), _plus_one)]}
+
+
+def _plus_one(weight: torch.Tensor) -> torch.Tensor:
+    return weight.float() + 1.0
+
+
 class LayerNorm(nn.Module):
     """(x - mean) / deviation * weight + bias."""
 

@@ -54,11 +54,12 @@ class ModelConfig:
                 f"the model's config names no architecture (model_type {raw.get('model_type')!r}); "
                 "config.json needs an 'architectures' list"
             )
+        raw = _text_part(raw)
         hidden = positive_integer(raw, "hidden_size", "n_embd")
         layers = positive_integer(raw, "num_hidden_layers", "n_layer")
         heads = positive_integer(raw, "num_attention_heads", "n_head")
         kv_heads = _kv_heads(raw) or heads
-        head_dim = raw.get("head_dim") or hidden // heads
+        head_dim = raw.get("head_dim") or raw.get("qk_rope_head_dim") or hidden // heads  # latent attention: rotary
         if heads % kv_heads:
             raise ValidationError(
                 f"{heads} attention heads cannot share {kv_heads} KV heads", "num_key_value_heads", kv_heads
@@ -102,15 +103,25 @@ _FAMILY_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 }
 _NORM_EPS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon")
 _WINDOWED = frozenset(
-    {"cohere2", "ministral", "ministral3", "mistral", "mixtral", "olmo3", "phi3", "smollm3", "starcoder2"}
+    {"cohere2", "gpt_oss", "ministral", "ministral3", "mistral", "mixtral", "olmo3", "phi3", "smollm3", "starcoder2"}
 )
 # One layer of so many has no window, the last of them.
 _WINDOW_PATTERN_BY_DEFAULT = {"cohere2": 4, "olmo3": 4}
-_WINDOW_BY_DEFAULT = {"mistral": 4096}
-_ROTARY_PART_BY_DEFAULT = {"gpt_neox": 0.25}
+_WINDOW_BY_DEFAULT = {"gpt_oss": 128, "mistral": 4096}
+_QUARTER_ROTARY = ("gpt_neox", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+_ROTARY_PART_BY_DEFAULT = dict.fromkeys(_QUARTER_ROTARY, 0.25)
 _FULL_LAYERS_BY_DEFAULT = 28
 _LEARNED_POSITIONS = frozenset({"gpt2", "opt"})
 _LAYER_KINDS = ("full_attention", "sliding_attention")
+
+
+def _text_part(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The config of the language model: files of models that also take images have it as `text_config`."""
+    text = raw.get("text_config")
+    if not isinstance(text, Mapping):
+        return raw
+    kept = ("architectures", "tie_word_embeddings", "quantization_config", "dtype", "torch_dtype")
+    return {**raw, **text, **{key: raw[key] for key in kept if raw.get(key) is not None}}
 
 
 def _first(raw: Mapping[str, Any], *names: str, default: Any = None) -> Any:
@@ -179,6 +190,8 @@ def _windows(raw: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
     kinds = raw.get("layer_types")
     if kinds is not None:
         return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    if family == "gpt_oss":
+        return tuple(None if layer % 2 else window for layer in range(layers))
     if family == "smollm3":  # the layers without rotation
         raise UnsupportedModelError("SmolLM3 with use_sliding_window and without layer_types is not implemented")
     if (pattern := raw.get("sliding_window_pattern", _WINDOW_PATTERN_BY_DEFAULT.get(family))) is not None:
@@ -195,11 +208,28 @@ def read_model_config(files: ModelFiles, hf_overrides: Mapping[str, Any] | None 
     raw = {**read_raw_config(files), **(hf_overrides or {})}
     _check_limits(files, raw)
     try:
-        return ModelConfig.from_dict(raw)
+        try:
+            return ModelConfig.from_dict(raw)
+        except ValidationError:
+            if (complete := _with_defaults(raw)) is None:
+                raise
+            return ModelConfig.from_dict(complete)
     except QuireError:
         raise
     except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise CheckpointError(f"the config of {files.path} has a value of the wrong type: {error}") from error
+
+
+def _with_defaults(raw: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The config with the values that its family has by default, under common names; None for a family that
+    transformers does not know."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    if (family := raw.get("model_type")) not in CONFIG_MAPPING:
+        return None
+    config = CONFIG_MAPPING[family].from_dict(dict(raw))
+    named = {name: value for name in _LIMITS if (value := getattr(config, name, None)) is not None}
+    return {**raw, **config.to_dict(), **named, "architectures": raw.get("architectures")}
 
 
 # Far above any real model, far below sizes that would exhaust memory before weights are read.

@@ -42,7 +42,8 @@ class LlamaVariant:
     logit_scale: float = 1.0
     norm_eps: float | None = None
     """Of the norms on the residual stream, if not the config's."""
-    attention: type[LlamaAttention] | None = None
+    attention: Callable[[BuildContext, LlamaVariant, int, torch.Tensor | None], Any] | None = None
+    """Makes the attention of a layer, with its `qkv_proj` and `o_proj`; unset: `LlamaAttention`."""
     mlp: Callable[[BuildContext, int], nn.Module] | None = None
     """Makes the MLP of a layer; unset: one like Llama's. Called as `LlamaMLP` is."""
     layer: Callable[[BuildContext, LlamaVariant, int, torch.Tensor | None], nn.Module] | None = None

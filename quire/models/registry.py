@@ -7,10 +7,13 @@ from quire.models.base import CausalLM
 from quire.registry import resolve
 
 _KNOWN = {
+    "DeepseekV2ForCausalLM": "quire.models.deepseek.DeepseekV2ForCausalLM",
+    "DeepseekV3ForCausalLM": "quire.models.deepseek.DeepseekV3ForCausalLM",
     "Cohere2ForCausalLM": "quire.models.cohere.CohereForCausalLM",
     "CohereForCausalLM": "quire.models.cohere.CohereForCausalLM",
     "FalconForCausalLM": "quire.models.falcon.FalconForCausalLM",
     "GPT2LMHeadModel": "quire.models.gpt2.GPT2LMHeadModel",
+    "GptOssForCausalLM": "quire.models.gpt_oss.GptOssForCausalLM",
     "GPTNeoXForCausalLM": "quire.models.gpt_neox.GPTNeoXForCausalLM",
     "GraniteForCausalLM": "quire.models.granite.GraniteForCausalLM",
     "GraniteMoeForCausalLM": "quire.models.granite.GraniteMoeForCausalLM",
@@ -30,6 +33,11 @@ _KNOWN = {
     "SmolLM3ForCausalLM": "quire.models.smollm3.SmolLM3ForCausalLM",
     "StableLmForCausalLM": "quire.models.stablelm.StableLmForCausalLM",
     "Starcoder2ForCausalLM": "quire.models.starcoder2.Starcoder2ForCausalLM",
+    "Qwen3NextForCausalLM": "quire.models.qwen3_next.Qwen3NextForCausalLM",
+    "Qwen3_5ForCausalLM": "quire.models.qwen3_5.Qwen3_5ForCausalLM",
+    "Qwen3_5ForConditionalGeneration": "quire.models.qwen3_5.Qwen3_5ForConditionalGeneration",
+    "Qwen3_5MoeForCausalLM": "quire.models.qwen3_5.Qwen3_5MoeForCausalLM",
+    "Qwen3_5MoeForConditionalGeneration": "quire.models.qwen3_5.Qwen3_5MoeForConditionalGeneration",
 }
 
 
@@ -43,11 +51,23 @@ def supported() -> list[str]:
     return sorted(_KNOWN)
 
 
-def model_class(architecture: str) -> type[CausalLM]:
-    """The class that implements `architecture`."""
+THROUGH_TRANSFORMERS = "quire.models.transformers_backend.model.TransformersForCausalLM"
+
+
+def implementation(architecture: str, impl: str = "auto") -> str:
+    """Whose code computes `architecture` under the setting `model_impl`: "quire" or "transformers"."""
+    if impl == "auto":
+        return "quire" if architecture in _KNOWN else "transformers"
+    return "transformers" if impl == "transformers" else "quire"
+
+
+def model_class(architecture: str, impl: str = "quire") -> type[CausalLM]:
+    """The class that implements `architecture` under the setting `model_impl`."""
+    if implementation(architecture, impl) == "transformers":
+        return resolve("model implementation", "transformers", {"transformers": THROUGH_TRANSFORMERS})
     if architecture not in _KNOWN:
         raise UnsupportedModelError(
             f"architecture {architecture!r} is not implemented; supported: {', '.join(supported())}; "
-            "quire.models.registry.register() adds one"
+            "quire.models.registry.register() adds one; model_impl 'transformers' may run it"
         )
     return resolve("architecture", architecture, _KNOWN)
