@@ -47,7 +47,6 @@ class ModelConfig:
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> ModelConfig:
         """Read the fields of a Hugging Face config.json."""
-        raw = {**_FAMILY_DEFAULTS.get(raw.get("model_type", ""), {}), **raw}
         architectures = raw.get("architectures") or []
         if not architectures:
             raise UnsupportedModelError(
@@ -55,6 +54,7 @@ class ModelConfig:
                 "config.json needs an 'architectures' list"
             )
         raw = _text_part(raw)
+        raw = {**_FAMILY_DEFAULTS.get(raw.get("model_type", ""), {}), **raw}
         hidden = positive_integer(raw, "hidden_size", "n_embd")
         layers = positive_integer(raw, "num_hidden_layers", "n_layer")
         heads = positive_integer(raw, "num_attention_heads", "n_head")

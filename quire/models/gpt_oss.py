@@ -118,12 +118,8 @@ class GptOssForCausalLM(LlamaForCausalLM):
         def experts(build: BuildContext, layer: int) -> nn.Module:
             return GptOssExperts(build, routing, layer)
 
-        def attention(build: BuildContext, layer: int, cos_sin: torch.Tensor) -> nn.Module:
-            return GptOssAttention(build, variant, layer, cos_sin)
-
         bias = bool(config.raw.get("attention_bias", True))
-        variant = LlamaVariant(bias, bias, attention=attention, mlp=experts)
-        super().__init__(build, variant)
+        super().__init__(build, LlamaVariant(bias, bias, attention=GptOssAttention, mlp=experts))
 
     @property
     def caches(self) -> list[LayerCache]:
