@@ -95,6 +95,7 @@ _FAMILY_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "falcon": {"tie_word_embeddings": True, "max_position_embeddings": 2048},
     "granite": {"rms_norm_eps": 1e-6},
     "granitemoe": {"rms_norm_eps": 1e-6},
+    "minimax_m2": {"rope_theta": 5000000.0, "rms_norm_eps": 1e-6},
     "olmo3": {"rope_theta": 500000.0, "sliding_window": 4096},
     "opt": {"tie_word_embeddings": True, "max_position_embeddings": 2048},
     "smollm3": {"tie_word_embeddings": True, "rope_theta": 2000000.0, "rms_norm_eps": 1e-6},
@@ -178,6 +179,8 @@ def _rope(raw: Mapping[str, Any], kind: str) -> dict[str, Any]:
         given["rope_type"] = "longrope"
     given.setdefault("rope_theta", _first(raw, "rope_theta", "rotary_emb_base", default=10000.0))
     part = _ROTARY_PART_BY_DEFAULT.get(family, 1.0)
+    if family == "minimax_m2" and raw.get("rotary_dim"):
+        part = raw["rotary_dim"] / raw["head_dim"]
     given.setdefault("partial_rotary_factor", _first(raw, "partial_rotary_factor", "rotary_pct", default=part))
     return given
 

@@ -10,6 +10,7 @@ from transformers import (
     FalconConfig,
     GraniteConfig,
     GraniteMoeConfig,
+    MiniMaxM2Config,
     Ministral3Config,
     MinistralConfig,
     Olmo2Config,
@@ -81,6 +82,13 @@ RELATIVES: dict[str, PretrainedConfig] = {
     "falcon-sequential": _other(FalconConfig, multi_query=False, parallel_attn=False, tie_word_embeddings=False),
     "granite": _granite(GraniteConfig, tie_word_embeddings=True),
     "granite-moe": _granite(GraniteMoeConfig, num_local_experts=5, num_experts_per_tok=2),
+    "minimax-m2": _like(
+        MiniMaxM2Config,
+        head_dim=8,
+        num_local_experts=6,
+        num_experts_per_tok=2,
+        rope_parameters={"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5},
+    ),
     "ministral": _like(MinistralConfig, sliding_window=5, layer_types=ALTERNATING, head_dim=12),
     "ministral3": _like(
         Ministral3Config,
