@@ -47,7 +47,6 @@ class ModelConfig:
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> ModelConfig:
         """Read the fields of a Hugging Face config.json."""
-        raw = {**_FAMILY_DEFAULTS.get(raw.get("model_type", ""), {}), **raw}
         architectures = raw.get("architectures") or []
         if not architectures:
             raise UnsupportedModelError(
@@ -55,6 +54,7 @@ class ModelConfig:
                 "config.json needs an 'architectures' list"
             )
         raw = _text_part(raw)
+        raw = {**_FAMILY_DEFAULTS.get(raw.get("model_type", ""), {}), **raw}
         hidden = positive_integer(raw, "hidden_size", "n_embd")
         layers = positive_integer(raw, "num_hidden_layers", "n_layer")
         heads = positive_integer(raw, "num_attention_heads", "n_head")
@@ -109,6 +109,7 @@ _FAMILY_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "glm4_moe_lite": {"n_shared_experts": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 1.8},
     "granite": {"rms_norm_eps": 1e-6},
     "granitemoe": {"rms_norm_eps": 1e-6},
+    "minimax_m2": {"rope_theta": 5000000.0, "rms_norm_eps": 1e-6},
     "olmo3": {"rope_theta": 500000.0, "sliding_window": 4096},
     "opt": {"tie_word_embeddings": True, "max_position_embeddings": 2048},
     "smollm3": {"tie_word_embeddings": True, "rope_theta": 2000000.0, "rms_norm_eps": 1e-6},
@@ -205,6 +206,8 @@ def _rope(raw: Mapping[str, Any], kind: str) -> dict[str, Any]:
         given["rope_type"] = "longrope"
     given.setdefault("rope_theta", _first(raw, "rope_theta", "rotary_emb_base", default=10000.0))
     part = _ROTARY_PART_BY_DEFAULT.get(family, 1.0)
+    if family == "minimax_m2" and raw.get("rotary_dim"):
+        part = raw["rotary_dim"] / raw["head_dim"]
     given.setdefault("partial_rotary_factor", _first(raw, "partial_rotary_factor", "rotary_pct", default=part))
     return given
 
