@@ -5,7 +5,7 @@ python benchmarks/quantization_quality.py --rows w4a16-g32-gptq kv-fp8 --tokens 
 python benchmarks/quantization_quality.py --device cuda --samples 128
 
 The text is the reference manual that comes with Python (`pydoc_data.topics`); calibration is on this repository's own
-docs. Prints a line of JSON per row as it comes, and a Markdown table at the end.
+docs; both may be other files. Prints a line of JSON per row as it comes, and a Markdown table at the end.
 """
 
 from __future__ import annotations
@@ -70,6 +70,9 @@ def main() -> None:
     parser.add_argument("--model", default=EngineConfig.model)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS), metavar="ROW")
+    parser.add_argument("--text", type=Path, help="the text to predict, instead of Python's manual")
+    parser.add_argument("--calibration", type=Path, help="the text to calibrate on, instead of docs/")
+    parser.add_argument("--memory", type=float, default=0.9, help="gpu_memory_utilization, if several run at once")
     parser.add_argument("--tokens", type=int, default=20480, help="of the text")
     parser.add_argument("--window", type=int, default=1024)
     parser.add_argument("--stride", type=int, default=1023)
@@ -77,9 +80,16 @@ def main() -> None:
     parser.add_argument("--alone", action="store_true", help="perplexity only: faster, the 16-bit model is read once")
     args = parser.parse_args()
     topics = pydoc_data.topics.topics
-    text = "\n\n".join(topics[name] for name in sorted(topics))
-    calibration = "\n\n".join(path.read_text() for path in sorted(DOCS.glob("*.md")))
-    base = EngineConfig(model=args.model, device=args.device, dtype="bfloat16")
+    text = args.text.read_text() if args.text else "\n\n".join(topics[name] for name in sorted(topics))
+    pages = [args.calibration] if args.calibration else sorted(DOCS.glob("*.md"))
+    calibration = "\n\n".join(path.read_text() for path in pages)
+
+    def engine(model: str, kv: str = "auto") -> EngineConfig:
+        return EngineConfig(
+            model=model, device=args.device, dtype="bfloat16", kv_cache_dtype=kv, gpu_memory_utilization=args.memory
+        )
+
+    base = engine(args.model)
 
     def measure(config: EngineConfig, reference: EngineConfig | None) -> Evaluation:
         return evaluate(config, text, reference, args.window, args.stride, args.tokens)
@@ -89,7 +99,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for name in args.rows:
             row = ROWS[name]
-            config = EngineConfig(model=args.model, device=args.device, dtype="bfloat16", kv_cache_dtype=row.kv)
+            config = engine(args.model, row.kv)
             if row.scheme is not None:
                 out = Path(folder) / name
                 text_used = None if row.algorithm == "rtn" else Calibration(calibration, args.samples)
@@ -97,7 +107,7 @@ def main() -> None:
                     find_scheme(row.scheme, row.group), row.algorithm, text_used, correct=row.correct
                 )
                 quantize_checkpoint(base, out, settings)
-                config = EngineConfig(model=str(out), device=args.device, dtype="bfloat16")
+                config = engine(str(out))
             found = measure(config, None if args.alone else base)
             print(json.dumps({"row": name, **found.as_dict()}), flush=True)
             near = found.against

@@ -18,6 +18,7 @@ KV_CACHE_DTYPES = (
     *("fp8", "fp8_e4m3", "fp8_per_token_head", "int8_per_token_head"),
 )
 LOAD_FORMATS = ("auto", "safetensors", "pt", "gguf", "dummy")
+MODEL_IMPLS = ("auto", "quire", "vllm", "transformers")
 
 
 def option(default: Any, help: str, group: str, **details: Any) -> Any:
@@ -42,6 +43,13 @@ class EngineConfig:
     download_dir: str | None = option(None, "Folder for downloads; unset: the Hub's own cache", "model")
     load_format: str = option(
         "auto", "Weight format; dummy: random weights with the model's shapes", "model", choices=LOAD_FORMATS
+    )
+    model_impl: str = option(
+        "auto",
+        "Whose code computes the model: quire, or transformers with quire's attention, matrices and cache. auto: quire's "
+        "if it has the architecture, else transformers'; vllm: the same as quire",
+        "model",
+        choices=MODEL_IMPLS,
     )
     dtype: str = option(
         "auto",

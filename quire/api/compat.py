@@ -18,7 +18,6 @@ ENGINE: Neutral = {
     "runner": ("auto", "generate", "pooling"),
     "convert": ("auto", "none", "embed"),
     "task": ("auto", "generate", "embed"),
-    "model_impl": ("auto", "vllm"),
     "tokenizer_mode": ("auto", "hf", "slow"),
     "quantization_config": (None,),
     "cpu_offload_gb": (0, 0.0),

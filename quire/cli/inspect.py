@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     from quire.config import EngineConfig
     from quire.loading.hub import find_model
     from quire.loading.model_config import read_model_config, read_raw_config
-    from quire.models.registry import model_class
+    from quire.models.registry import implementation, model_class
 
     config = EngineConfig(**engine_settings(args))
     if args.json:
@@ -67,7 +67,8 @@ def run(args: argparse.Namespace) -> int:
     architecture = next(iter(raw.get("architectures") or []), None)
     print(table([("architecture", str(architecture)), *_file_rows(files)], config.model), flush=True)
     if architecture is not None:
-        model_class(architecture)  # raises if it is not supported
+        model_class(architecture, config.model_impl)  # raises if it is not supported
+        print(table([("implementation", implementation(architecture, config.model_impl))]), flush=True)
     model = read_model_config(files, config.hf_overrides)
     print(table(_shape_rows(model)), flush=True)
     print(table([("tokenizer", _describe_tokenizer(config, files))]), flush=True)
@@ -117,6 +118,7 @@ def _print_json(config: EngineConfig) -> int:
 
     from quire.loading.hub import find_model
     from quire.loading.model_config import read_model_config
+    from quire.models.registry import implementation
 
     files = find_model(config)
     model = read_model_config(files, config.hf_overrides)
@@ -127,6 +129,7 @@ def _print_json(config: EngineConfig) -> int:
         "model": config.model,
         "path": str(files.path),
         "architecture": model.architecture,
+        "implementation": implementation(model.architecture, config.model_impl),
         "quantization": found.scheme,
         "layers": [dataclasses.asdict(each) for each in found.layers],
         "formats": [dataclasses.asdict(each) for each in found.formats],
@@ -209,7 +212,9 @@ def _describe_tokenizer(config: EngineConfig, files: ModelFiles) -> str:
 def _print_estimate(config: EngineConfig, files: ModelFiles, model: ModelConfig) -> None:
     estimate = estimate_memory(config, files, model)
     plan = estimate.memory
-    full = plan.cache_tokens / estimate.max_model_len
+    full = (plan.num_blocks - 1) / plan.blocks_for(estimate.max_model_len)
+    fixed = (plan.blocks_for(0) + sum(plan.window_blocks)) * plan.cache // plan.num_blocks
+    each = f"{readable_bytes(estimate.token_bytes)} per token in {estimate.kv_format}"
     print(
         table(
             [
@@ -217,7 +222,7 @@ def _print_estimate(config: EngineConfig, files: ModelFiles, model: ModelConfig)
                 ("weights", f"{readable_bytes(plan.weights)} in {estimate.dtype}"),
                 (
                     "KV cache",
-                    f"{readable_bytes(estimate.token_bytes)} per token in {estimate.kv_format}; "
+                    f"{each}{f', {readable_bytes(fixed)} per request' if fixed else ''}; "
                     f"{readable_bytes(plan.cache)} in total",
                 ),
                 ("capacity", f"{plan.cache_tokens} tokens in {plan.num_blocks - 1} blocks of {config.block_size}"),
@@ -258,15 +263,16 @@ def estimate_memory(config: EngineConfig, files: ModelFiles, model: ModelConfig)
     rows, tokens = budgets(config, platform, longest)
     free = platform.free_memory()
     needs = estimate_needs(config, files, model, platform, StepLimits(longest, rows, tokens))
+    memory = needs.plan(config, platform, free)
     return MemoryEstimate(
         device=platform.describe(),
         dtype=str(needs.dtype).removeprefix("torch."),
         free_bytes=free,
         parameters=needs.parameters,
         active_parameters=needs.active_parameters,
-        token_bytes=needs.block_bytes / config.block_size,
+        token_bytes=memory.full_groups * needs.block_bytes / config.block_size,
         kv_format=str(needs.dtype).removeprefix("torch.") if needs.kv_format is None else needs.kv_format.name,
         max_model_len=longest,
         max_num_seqs=rows,
-        memory=needs.plan(config, platform, free),
+        memory=memory,
     )

@@ -16,6 +16,7 @@ from quire.kvcache.offload.manager import OffloadManager
 from quire.kvcache.prefix_cache import ContentKeys
 from quire.loading.files import ModelFiles
 from quire.loading.model_config import ModelConfig, tokens_fingerprint, weights_fingerprint
+from quire.models.registry import implementation
 from quire.quantization.find import on_load_identity
 from quire.sessions.keeper import SessionKeeper
 from quire.sessions.log import SessionStore
@@ -36,14 +37,17 @@ def stored_dtype(config: EngineConfig, files: ModelFiles, model: ModelConfig, dt
     return dtype if name == "auto" or name in DTYPES else f"{dtype} as {name.removesuffix('_e4m3')}"
 
 
-def kv_fingerprint(config: EngineConfig, files: ModelFiles, model: ModelConfig, dtype: str) -> bytes:
-    """What the content of blocks depends on besides their tokens. `dtype`: how they store keys and values."""
+def kv_fingerprint(config: EngineConfig, files: ModelFiles, model: ModelConfig, dtype: str, layout: str = "") -> bytes:
+    """What the content of blocks depends on besides their tokens. `dtype`: how they store keys and values; `layout`:
+    where in a block each layer's are, if the model is not a plain one."""
     weights = weights_fingerprint(files, model, config.load_format, config.seed)
     # With several ranks a block is the concatenation of their parts.
     sizes = (config.tensor_parallel_size, config.pipeline_parallel_size, config.pipeline_layers)
     cut = "" if config.num_ranks == 1 else "|{}|{}|{}".format(*sizes)
-    rounded = on_load_identity(config)
-    return weights + f"|{dtype}|{config.block_size}|{LAYOUT}{cut}{'|' if rounded else ''}{rounded}".encode()
+    own = implementation(model.architecture, config.model_impl) == "quire"
+    code = "" if own else "through transformers"
+    more = "".join(f"|{part}" for part in (code, on_load_identity(config), layout) if part)
+    return weights + f"|{dtype}|{config.block_size}|{LAYOUT}{cut}{more}".encode()
 
 
 def make_tiers(

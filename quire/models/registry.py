@@ -7,15 +7,52 @@ from quire.models.base import CausalLM
 from quire.registry import resolve
 
 _KNOWN = {
+    "Cohere2ForCausalLM": "quire.models.cohere.CohereForCausalLM",
+    "CohereForCausalLM": "quire.models.cohere.CohereForCausalLM",
+    "DeepseekV2ForCausalLM": "quire.models.deepseek.DeepseekV2ForCausalLM",
+    "DeepseekV3ForCausalLM": "quire.models.deepseek.DeepseekV3ForCausalLM",
+    "FalconForCausalLM": "quire.models.falcon.FalconForCausalLM",
+    "GlmForCausalLM": "quire.models.glm.GlmForCausalLM",
+    "Glm4ForCausalLM": "quire.models.glm.Glm4ForCausalLM",
+    "Glm4MoeForCausalLM": "quire.models.glm.Glm4MoeForCausalLM",
+    "Glm4MoeLiteForCausalLM": "quire.models.glm.Glm4MoeLiteForCausalLM",
     "GPT2LMHeadModel": "quire.models.gpt2.GPT2LMHeadModel",
     "GPTNeoXForCausalLM": "quire.models.gpt_neox.GPTNeoXForCausalLM",
+    "GptOssForCausalLM": "quire.models.gpt_oss.GptOssForCausalLM",
+    "GraniteForCausalLM": "quire.models.granite.GraniteForCausalLM",
+    "GraniteMoeForCausalLM": "quire.models.granite.GraniteMoeForCausalLM",
     "LlamaForCausalLM": "quire.models.llama.LlamaForCausalLM",
+    "MiniMaxM2ForCausalLM": "quire.models.minimax_m2.MiniMaxM2ForCausalLM",
+    "Ministral3ForCausalLM": "quire.models.ministral.Ministral3ForCausalLM",
+    "MinistralForCausalLM": "quire.models.ministral.MinistralForCausalLM",
     "MistralForCausalLM": "quire.models.mistral.MistralForCausalLM",
     "MixtralForCausalLM": "quire.models.mixtral.MixtralForCausalLM",
+    "Olmo2ForCausalLM": "quire.models.olmo2.Olmo2ForCausalLM",
+    "Olmo3ForCausalLM": "quire.models.olmo2.Olmo2ForCausalLM",
+    "OPTForCausalLM": "quire.models.opt.OPTForCausalLM",
+    "Phi3ForCausalLM": "quire.models.phi3.Phi3ForCausalLM",
     "Qwen2ForCausalLM": "quire.models.qwen2.Qwen2ForCausalLM",
     "Qwen2MoeForCausalLM": "quire.models.qwen2_moe.Qwen2MoeForCausalLM",
     "Qwen3ForCausalLM": "quire.models.qwen3.Qwen3ForCausalLM",
     "Qwen3MoeForCausalLM": "quire.models.qwen3_moe.Qwen3MoeForCausalLM",
+    "SmolLM3ForCausalLM": "quire.models.smollm3.SmolLM3ForCausalLM",
+    "StableLmForCausalLM": "quire.models.stablelm.StableLmForCausalLM",
+    "Starcoder2ForCausalLM": "quire.models.starcoder2.Starcoder2ForCausalLM",
+    "BambaForCausalLM": "quire.models.granite_hybrid.BambaForCausalLM",
+    "GraniteMoeHybridForCausalLM": "quire.models.granite_hybrid.GraniteMoeHybridForCausalLM",
+    "Mamba2ForCausalLM": "quire.models.mamba2.Mamba2ForCausalLM",
+    "NemotronHForCausalLM": "quire.models.nemotron_h.NemotronHForCausalLM",
+    "Qwen3NextForCausalLM": "quire.models.qwen3_next.Qwen3NextForCausalLM",
+    "Qwen3_5ForCausalLM": "quire.models.qwen3_5.Qwen3_5ForCausalLM",
+    "Qwen3_5ForConditionalGeneration": "quire.models.qwen3_5.Qwen3_5ForConditionalGeneration",
+    "Qwen3_5MoeForCausalLM": "quire.models.qwen3_5.Qwen3_5MoeForCausalLM",
+    "Qwen3_5MoeForConditionalGeneration": "quire.models.qwen3_5.Qwen3_5MoeForConditionalGeneration",
+    "Qwen3ForCausalLM": "quire.models.qwen3.Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM": "quire.models.qwen3_moe.Qwen3MoeForCausalLM",
+    "Qwen3NextForCausalLM": "quire.models.qwen3_next.Qwen3NextForCausalLM",
+    "SmolLM3ForCausalLM": "quire.models.smollm3.SmolLM3ForCausalLM",
+    "StableLmForCausalLM": "quire.models.stablelm.StableLmForCausalLM",
+    "Starcoder2ForCausalLM": "quire.models.starcoder2.Starcoder2ForCausalLM",
 }
 
 
@@ -29,11 +66,23 @@ def supported() -> list[str]:
     return sorted(_KNOWN)
 
 
-def model_class(architecture: str) -> type[CausalLM]:
-    """The class that implements `architecture`."""
+THROUGH_TRANSFORMERS = "quire.models.transformers_backend.model.TransformersForCausalLM"
+
+
+def implementation(architecture: str, impl: str = "auto") -> str:
+    """Whose code computes `architecture` under the setting `model_impl`: "quire" or "transformers"."""
+    if impl == "auto":
+        return "quire" if architecture in _KNOWN else "transformers"
+    return "transformers" if impl == "transformers" else "quire"
+
+
+def model_class(architecture: str, impl: str = "quire") -> type[CausalLM]:
+    """The class that implements `architecture` under the setting `model_impl`."""
+    if implementation(architecture, impl) == "transformers":
+        return resolve("model implementation", "transformers", {"transformers": THROUGH_TRANSFORMERS})
     if architecture not in _KNOWN:
         raise UnsupportedModelError(
             f"architecture {architecture!r} is not implemented; supported: {', '.join(supported())}; "
-            "quire.models.registry.register() adds one"
+            "quire.models.registry.register() adds one; model_impl 'transformers' may run it"
         )
     return resolve("architecture", architecture, _KNOWN)

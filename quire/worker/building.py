@@ -21,7 +21,7 @@ from quire.layers.build_context import BuildContext, create_weights
 from quire.loading.files import ModelFiles
 from quire.loading.model_config import ModelConfig, checkpoint_kv_dtype
 from quire.models.base import CausalLM
-from quire.models.registry import model_class
+from quire.models.registry import implementation, model_class
 from quire.platforms.base import Platform
 from quire.quantization.find import find_scheme
 from quire.registry import resolve
@@ -108,7 +108,12 @@ def build_model(
         kv_format=kv_format,
         scheme=None if dense else find_scheme(config, files, model, on_cpu=platform.device.type == "cpu"),
     )
-    built: CausalLM = model_class(model.architecture)(build)  # type: ignore[call-arg]
+    if implementation(model.architecture, config.model_impl) == "transformers":
+        _warn_once(
+            f"{model.architecture} runs through the transformers library, with quire's attention, matrices and cache: "
+            "slower than an implementation of quire's own, because its norms, rotations and activations are not fused"
+        )
+    built: CausalLM = model_class(model.architecture, config.model_impl)(build)  # type: ignore[call-arg]
     create_weights(built, build)  # type: ignore[arg-type]
     return built
 

@@ -18,7 +18,7 @@ For rows that share a prefix, `prefix_attention.py` may read the shared blocks o
 softmax then continues from the state that kernel wrote, at the row's first tile of its own.
 """
 
-# ruff: noqa: N803, N806
+# ruff: noqa: N803, N806, SIM102 (compile-time branches stand alone)
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ import triton
 import triton.language as tl
 
 from quire.kernels.kv import LayerKV, QuantizedKV
+from quire.kernels.triton.attention_scores import capped, load_sinks, score_arguments, with_sink
 from quire.kernels.triton.kv_codes import as_keys, decode_even, decode_odd, read_arguments
 from quire.kernels.triton.launch import INTERPRETED, gdc_launch_dependents, gdc_wait, num_sms, pdl
 
@@ -53,6 +54,8 @@ class DecodeTile:
     """More than are resident at once: the rest start as others end, which evens out differences in speed."""
     min_tiles: int = 2
     """Tiles per program, at least: with fewer, merging costs more than it saves."""
+    ahead: int = 0
+    """Tokens of a segment whose keys and values are fetched into L2 before it begins; 0: none."""
 
 
 @functools.cache
@@ -168,6 +171,19 @@ def scaled_softmax(scores, v_scales, best, weight, TOKEN_SCALES: tl.constexpr):
 
 
 @triton.jit
+def _fetch(keys, table, begin, end, stride_block, stride_half, BLOCK: tl.constexpr, DIM: tl.constexpr,
+           LINES: tl.constexpr, TOKENS: tl.constexpr):  # fmt: skip
+    """Fetch the keys and values of at most TOKENS tokens, from `begin` to before `end`, into L2. `keys`: of a head;
+    LINES: cache lines of a token's keys. Nothing waits for it."""
+    i = tl.arange(0, TOKENS * LINES * 2)
+    token = tl.minimum(begin + i // (2 * LINES), end - 1)
+    block = tl.load(table + token // BLOCK).to(tl.int64)
+    part = i % LINES * (DIM // LINES)
+    at = block * stride_block + (token % BLOCK) * DIM + part + (i // LINES % 2).to(tl.int64) * stride_half
+    tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [keys + at], tl.int32, False, 1)
+
+
+@triton.jit
 def _lines(row, head, g, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, QUERIES: tl.constexpr):
     """Indices in [tokens, heads] of a row's queries for a KV head: g is query * GROUP + head of the group."""
     if QUERIES == 1:
@@ -208,12 +224,13 @@ def merge_partials(partial, stats, first, last, GROUP: tl.constexpr, GROUP_P2: t
 
 @triton.jit
 def _decode(
-    q, kv, out, tables, rows, lens, plan, partial, stats, counters, shared, seen_sums, seen_stats, scale,
-    stride_q, stride_block, stride_half, stride_head, stride_table, scales,
-    WINDOW: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr, OWN_P2: tl.constexpr, KV_HEADS: tl.constexpr,
-    DIM: tl.constexpr, DIM_P2: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr, SHARED: tl.constexpr, CODES: tl.constexpr,
-    TOKEN_SCALES: tl.constexpr, VALUES: tl.constexpr, FAST: tl.constexpr, PDL: tl.constexpr,
+    q, kv, out, tables, rows, lens, plan, partial, stats, counters, shared, seen_sums, seen_stats, sinks,
+    scale, stride_q, stride_block, stride_half, stride_head, stride_table, scales,
+    WINDOW: tl.constexpr, CAP: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr, OWN_P2: tl.constexpr,
+    KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_P2: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+    PARTS: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, SHARED: tl.constexpr, CODES: tl.constexpr,
+    TOKEN_SCALES: tl.constexpr, VALUES: tl.constexpr, FAST: tl.constexpr, AHEAD: tl.constexpr,
+    FETCHED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A program's range of tiles, segment by segment; a segment is the part of the range in one row and KV head."""
     # tl.dot needs at least 16 rows; the row's queries of a group (OWN) fill some of them.
@@ -231,6 +248,17 @@ def _decode(
     skipped = 0
     if SHARED:
         skipped = tl.load(entry + 6)
+    WIDTH: tl.constexpr = DIM // 2 if CODES else DIM  # elements of a token's keys: of a cache in few bits, pairs
+    if AHEAD:
+        if count > 0:
+            low = 0
+            if WINDOW > 0:
+                low = tl.maximum(length - (WINDOW + QUERIES - 1), 0)
+            if SHARED:
+                low = skipped
+            _fetch(kv + head.to(tl.int64) * stride_head, tables + line.to(tl.int64) * stride_table,
+                   (low // TILE + tile) * TILE, length, stride_block, stride_half, BLOCK, WIDTH, FETCHED,
+                   AHEAD)  # fmt: skip
     if PDL:  # plan and tables were written before the preceding kernel started: see `plan`
         gdc_wait()
         gdc_launch_dependents()
@@ -247,6 +275,29 @@ def _decode(
         first_tile = low // TILE
         tiles = tl.maximum((length + TILE - 1) // TILE - first_tile, 1)
         take = tl.minimum(count, tiles - tile)
+        # The segment after this one is looked up now, so that nothing waits for it.
+        next_row, next_head, next_length, next_line, next_skipped = row, head + 1, length, line, skipped
+        goes_on = count > take
+        if next_head == KV_HEADS:
+            next_head = 0
+            next_row = row + 1
+            next_length = tl.load(lens + next_row, mask=goes_on, other=0)
+            while (next_length == 0) & goes_on:  # ended rows and padding
+                next_row += 1
+                next_length = tl.load(lens + next_row)
+            next_line = tl.load(rows + next_row, mask=goes_on, other=0).to(tl.int32)
+            if SHARED:
+                next_skipped = _skipped_tokens(shared, next_line, next_length, goes_on, TILE)
+        if AHEAD:
+            if goes_on:
+                low_ahead = 0
+                if WINDOW > 0:
+                    low_ahead = tl.maximum(next_length - (WINDOW + QUERIES - 1), 0)
+                if SHARED:
+                    low_ahead = next_skipped
+                _fetch(kv + next_head.to(tl.int64) * stride_head, tables + next_line.to(tl.int64) * stride_table,
+                       low_ahead // TILE * TILE, next_length, stride_block, stride_half, BLOCK, WIDTH, FETCHED,
+                       AHEAD)  # fmt: skip
         table = tables + line.to(tl.int64) * stride_table
         is_query = g < OWN
         lines = _lines(row, head, g, GROUP, KV_HEADS, QUERIES)
@@ -280,6 +331,8 @@ def _decode(
                           other=0.0)  # fmt: skip
         if CODES:
             acc_even, acc_odd = tl.split(tl.reshape(acc, [M, DIM_P2 // 2, 2]))
+        if sinks is not None:
+            sink = load_sinks(sinks, head * GROUP + g % GROUP, is_query)
         begin = (first_tile + tile) * TILE
         for start in tl.range(begin, begin + take * TILE, TILE, num_stages=STAGES):
             position = start + tl.arange(0, TILE)
@@ -310,7 +363,7 @@ def _decode(
                     at_scale = scales + block * (stride_block // 2) + head * BLOCK + position % BLOCK
                     scores = scores * tl.load(at_scale, mask=seen, other=0.0)[None, :]
                     v_scales = tl.load(at_scale + KV_HEADS * BLOCK, mask=seen, other=0.0)
-                scores = tl.where(visible, scores, float("-inf"))
+                scores = tl.where(visible, capped(scores, CAP), float("-inf"))
                 p, keep, best, weight = scaled_softmax(scores, v_scales, best, weight, TOKEN_SCALES)
                 p = p.to(VALUES)
                 acc_even = tl.dot(p, decode_even(v, CODES, VALUES, FAST), acc_even * keep[:, None],
@@ -323,7 +376,7 @@ def _decode(
                 k = tl.load(keys + at, mask=there, other=0.0)
                 v = tl.load(keys + stride_half + at, mask=there, other=0.0)  # zeros: uninitialized memory may be NaN
                 scores = tl.dot(qs, tl.trans(k), input_precision=PRECISION) * scale
-                scores = tl.where(visible, scores, float("-inf"))
+                scores = tl.where(visible, capped(scores, CAP), float("-inf"))
                 best, weight, acc = online_softmax(scores, v, best, weight, acc, PRECISION)
         value_scale = 1.0
         if CODES:
@@ -331,6 +384,8 @@ def _decode(
             if not TOKEN_SCALES:
                 value_scale = tl.load(scales + KV_HEADS + head)
         if take == tiles:
+            if sinks is not None:
+                weight = with_sink(weight, best, sink)
             values = acc / tl.where(weight == 0.0, 1.0, weight)[:, None]
             if CODES:
                 values = values * value_scale
@@ -351,29 +406,21 @@ def _decode(
             arrived = tl.atomic_add(counter, 1)
             if arrived == last - first:
                 tl.store(counter, 0)
-                _, mass, merged = merge_partials(partial, stats, first, last, OWN, OWN_P2,
-                                              DIM, DIM_P2, PARTS)  # fmt: skip
+                high, mass, merged = merge_partials(partial, stats, first, last, OWN, OWN_P2,
+                                                    DIM, DIM_P2, PARTS)  # fmt: skip
+                h = tl.arange(0, OWN_P2)
+                if sinks is not None:
+                    mass = with_sink(mass, high, load_sinks(sinks, head * GROUP + h % GROUP, h < OWN))
                 merged = merged / tl.where(mass == 0.0, 1.0, mass)[:, None]
                 if CODES:
                     merged = merged * value_scale
-                h = tl.arange(0, OWN_P2)
                 merged_lines = _lines(row, head, h, GROUP, KV_HEADS, QUERIES)
                 tl.store(out + merged_lines[:, None] * DIM + d[None, :], merged.to(out.dtype.element_ty),
                          mask=(h < OWN)[:, None] & in_dim[None, :])  # fmt: skip
         start_tile += take
         count -= take
         tile = 0
-        head += 1
-        if head == KV_HEADS:
-            head = 0
-            row += 1
-            length = tl.load(lens + row, mask=count > 0, other=0)
-            while (length == 0) & (count > 0):  # ended rows and padding
-                row += 1
-                length = tl.load(lens + row)
-            line = tl.load(rows + row, mask=count > 0, other=0).to(tl.int32)
-            if SHARED:
-                skipped = _skipped_tokens(shared, line, length, count > 0, TILE)
+        row, head, length, line, skipped = next_row, next_head, next_length, next_line, next_skipped
 
 
 class DecodeAttention:
@@ -409,6 +456,8 @@ class DecodeAttention:
             PARTS=(8 if own <= 4 else 4) if queries == 1 else max(1, 32 // own_p2),
             PRECISION="ieee" if dtype == torch.float32 else "tf32",
             STAGES=self._tile.stages,
+            AHEAD=self._tile.ahead,
+            FETCHED=max(1, head_dim * (1 if quantized else dtype.itemsize) // LINE_BYTES),
             num_warps=self._tile.warps,
             **pdl(),
         )
@@ -442,22 +491,26 @@ class DecodeAttention:
     def attend(
         self, q: torch.Tensor, kv: LayerKV, out: torch.Tensor, tables: torch.Tensor, rows: torch.Tensor,
         lens: torch.Tensor, plan: torch.Tensor, num_rows: int, scale: float, window: int | None,
-        prefix: PrefixState | None = None,
+        prefix: PrefixState | None = None, soft_cap: float | None = None, sinks: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
         """Attention of the first `num_rows` rows' tokens in q, row after row, into the same rows of `out`; rows of
         length 0 are skipped.
 
-        `prefix`: the state after the shared prefix; the plan must have been made with its `shared`.
+        `prefix`: the state after the shared prefix; the plan must have been made with its `shared`. Scale, window, soft
+        cap and sinks as in `AttentionSpec`.
         q [*, heads, head_dim], heads contiguous; kv one layer's cache; row i's blocks are tables[rows[i]].
         """
         codes = kv.pairs if isinstance(kv, QuantizedKV) else kv
         stride_block, stride_half, stride_head, _, _ = codes.stride()
         seen = (lens, self._partial, self._stats) if prefix is None else (prefix.shared, prefix.sums, prefix.stats)
+        factor, cap = score_arguments(scale, soft_cap)
         _decode[(self._programs,)](
-            q, codes, out, tables, rows, lens, plan, self._partial, self._stats, self._counters, *seen, scale * LOG2_E,
+            q, codes, out, tables, rows, lens, plan, self._partial, self._stats, self._counters, *seen, sinks, factor,
             q.stride(0), stride_block, stride_half, stride_head, tables.stride(0),
-            WINDOW=window or 0, BLOCK=kv.shape[3], SHARED=prefix is not None, **read_arguments(kv), **self._constants,
+            WINDOW=window or 0, CAP=cap, BLOCK=kv.shape[3], SHARED=prefix is not None, **read_arguments(kv),
+            **self._constants,
         )  # fmt: skip
 
 
-LOG2_E = 1.4426950408889634
+LINE_BYTES = 128
+"""Of a cache line."""

@@ -1,0 +1,562 @@
+"""A model of the transformers library behind the engine's interface for models.
+
+The library's code computes: norms, rotations, activations, routing, residuals, what it does with logits. The engine's
+layers take the place of matrices, experts, embedding, head and attention. What the model computes is not known from its
+config but seen in a run without memory (`trial.py`), and checked in the first step with weights.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import nn
+from transformers import PretrainedConfig
+from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.pytorch_utils import Conv1D
+
+from quire.errors import ConfigError, UnsupportedModelError
+from quire.kernels.kv import LayerKV
+from quire.layers.attention.base import AttentionInputs, KVSpec
+from quire.layers.attention.layer import Attention
+from quire.layers.build_context import BuildContext
+from quire.layers.caches import AttentionCache, LayerCache
+from quire.layers.linear import Heads
+from quire.loading.model_config import ModelConfig
+from quire.models.registry import supported
+from quire.models.transformers_backend.attention import PAGED, TRIAL, PagedLayer, Step
+from quire.models.transformers_backend.layers import (
+    Experts,
+    Head,
+    JoinedLinear,
+    JoinedPart,
+    Matrix,
+    Norm,
+    OwnWeights,
+    TokenEmbedding,
+    make_matrix_layer,
+    rms_norm_eps,
+)
+from quire.models.transformers_backend.names import CheckpointNames
+from quire.models.transformers_backend.parallel import Cut, ParallelPlan
+from quire.models.transformers_backend.trial import LayerCall, Trial, run_trial
+
+logger = logging.getLogger(__name__)
+
+_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+_POSITION_DEPENDENT_ROPE = ("dynamic", "longrope")
+"""Kinds of rotation whose frequencies depend on the longest row of a step, so that rows would change each other."""
+
+
+class TransformersForCausalLM(nn.Module):
+    """A causal language model of the transformers library."""
+
+    supports_last_tokens = False
+    graph_safe: bool
+    """Whether its steps can be captured."""
+
+    def __init__(self, build: BuildContext) -> None:
+        super().__init__()
+        architecture = build.config.architecture
+        if build.ranks.pp_size > 1:
+            raise ConfigError(
+                f"{architecture} runs through transformers, which has no pipeline stages here: set "
+                "pipeline_parallel_size to 1",
+                "pipeline_parallel_size",
+                build.ranks.pp_size,
+            )
+        if build.experts is not None:
+            raise ConfigError(
+                f"{architecture} runs through transformers, where experts cannot be placed on ranks: leave "
+                "enable_expert_parallel out",
+                "enable_expert_parallel",
+                True,
+            )
+        library = _make_model(build)
+        prefix = library.base_model_prefix
+        base = getattr(library, prefix, None)
+        if not isinstance(base, nn.Module):
+            raise UnsupportedModelError(f"{architecture} cannot run through transformers: it has no base model")
+        trial = run_trial(library, base, lambda module: type(module) in (nn.Linear, Conv1D))
+        _check_layers(library, trial)
+        self.graph_safe = not trial.copies
+        if trial.copies:
+            logger.warning("%s copies from the host in its steps: they run without CUDA graphs", architecture)
+        self.build = build = dataclasses.replace(build, config=_seen_config(build.config, library, trial))
+        self._step = Step()
+        self._replace_layers(library, base, trial)
+        self.calls = trial.calls
+        if build.ranks.tp_size > 1:
+            self.calls = run_trial(library, base, lambda module: False).calls
+        heads = [_heads(build, trial.calls[i], self.calls[i]) for i in sorted(self.calls)]
+        if len({(len(each.kv), each.dim) for each in heads}) > 1:
+            raise UnsupportedModelError(f"{architecture}: KV heads that differ between layers are not implemented")
+        for index, own in enumerate(heads):
+            call = self.calls[index]
+            attention = Attention(build, own, index, None, scale=call.arguments.scale)
+            call.module.add_module("paged", attention)
+            call.module.quire = PagedLayer(attention, call.arguments, index, self._step)  # type: ignore[assignment]
+        self._kv = KVSpec(len(heads), len(heads[0].kv), heads[0].dim)
+        self._set_attention(library, PAGED)
+        # Names of tensors begin with the library's names of its parts; its own class only computes logits.
+        for name, part in library.named_children():
+            self.add_module(name, part)
+        self._base = (base,)
+        self._states = _GivenStates()
+        library._modules[prefix] = self._states
+        self._library = (library,)
+        self._ignored = [re.compile(each) for each in library._keys_to_ignore_on_load_unexpected or ()]
+        self.own = self._take_weights(library)
+        self._is_checked = build.device.type == "meta"
+        self._check_head()
+
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        kv: Sequence[LayerKV],
+        inputs: AttentionInputs,
+        hidden: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        if not self._is_checked:
+            self._check_tokens_are_apart(tokens)
+        step = self._step
+        step.positions, step.kv, step.inputs = positions, kv, inputs
+        return self._run(tokens, positions)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[S, hidden_size] -> [S, vocab_size]."""
+        self._states.hidden = hidden.unsqueeze(0)
+        logits: torch.Tensor = self._library[0](input_ids=None, use_cache=False).logits[0]
+        self._states.hidden = None
+        return logits
+
+    def ignores(self, name: str) -> bool:
+        """A tied head's copy, frequencies that old checkpoints carry, and what the library ignores too."""
+        return (
+            name.endswith("rotary_emb.inv_freq")
+            or name in self._tied
+            or any(pattern.search(name) for pattern in self._ignored)
+        )
+
+    @property
+    def kv_shape(self) -> KVSpec:
+        """The cache this rank needs."""
+        return self._kv
+
+    def _run(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        output = self._base[0](input_ids=tokens.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False)
+        return output.last_hidden_state[0]
+
+    def _replace_layers(self, library: Any, base: nn.Module, trial: Trial) -> None:
+        """Put the engine's layers in the places of the library's."""
+        build = self.build
+        plan = _parallel_plan(build, library)
+        names = CheckpointNames(library)
+        modules = dict(library.named_modules())
+        paths = {id(module): path for path, module in modules.items()}
+        for path in trial.experts:
+            _put(library, path, _experts(build, path, modules[path], names, plan))
+        routers = {path.rpartition(".")[0] for path in trial.experts}
+        matrices: dict[str, Matrix] = {}
+        head = library.get_output_embeddings()
+        for path, module in modules.items():
+            owner, _, name = path.rpartition(".")
+            if module is head or type(module) not in (nn.Linear, Conv1D):
+                continue
+            transposed = type(module) is Conv1D
+            outputs, inputs = reversed(module.weight.shape) if transposed else module.weight.shape
+            if owner in routers and outputs == modules[f"{owner}.experts"].num_experts:
+                continue  # a router is small, and never in few bits
+            stored = names.stored(f"{path}.weight").removesuffix(".weight")
+            cut = plan.cut(path)
+            has_bias = module.bias is not None
+            matrices[path] = Matrix(
+                name, inputs, outputs, has_bias, transposed, cut, "" if stored == path else stored
+            )
+        for group in _groups(trial.siblings, matrices):
+            owner = group[0].rpartition(".")[0]
+            if len(group) == 1:
+                _put(library, group[0], make_matrix_layer(build, matrices[group[0]]))
+                continue
+            joined = JoinedLinear(build, [matrices[path] for path in group])
+            modules[owner].add_module("_".join(matrices[path].name for path in group), joined)
+            for index, path in enumerate(group):
+                _put(library, path, JoinedPart(joined, index))
+        for path, module in modules.items():
+            name = path.rpartition(".")[2]
+            eps = rms_norm_eps(module)
+            if eps is not None and names.stored(f"{path}.weight") == f"{path}.weight":
+                _put(library, path, Norm(build, name, module.weight.shape[0], eps))
+        self._tied: set[str] = set()
+        self._replace_ends(library, base, names, paths)
+        self._names, self._plan = names, plan
+
+    def _replace_ends(self, library: Any, base: Any, names: CheckpointNames, paths: dict[int, str]) -> None:
+        """Embedding and head."""
+        build = self.build
+        config = build.config
+        embedding, head = base.get_input_embeddings(), library.get_output_embeddings()
+        tied: Any = None
+        own_embedding = None
+        if type(embedding) is nn.Embedding and embedding.weight.shape == (config.vocab_size, config.hidden_size):
+            path = paths[id(embedding)]
+            if names.stored(f"{path}.weight") == f"{path}.weight":
+                own_embedding = TokenEmbedding(build, path.rpartition(".")[2])
+                _put(library, path, own_embedding)
+        is_plain = type(head) is nn.Linear and head.weight.shape == (config.vocab_size, config.hidden_size)
+        if head is None or not is_plain or head.bias is not None:
+            if head is not None and head.weight is embedding.weight:
+                raise UnsupportedModelError(f"{config.architecture}: a head of this kind with tied weights is not implemented")
+            return  # the library's own
+        path = paths[id(head)]
+        if head.weight is embedding.weight:
+            tied = own_embedding
+            self._tied.add(f"{path}.weight")
+            if tied is None:
+                raise UnsupportedModelError(
+                    f"{config.architecture}: tied weights of a {type(embedding).__name__} are not implemented"
+                )
+        _put(library, path, Head(build, path.rpartition(".")[2], tied))
+
+    def _take_weights(self, library: Any) -> OwnWeights:
+        """Give memory to the parameters and buffers of layers that stayed, and values to those no checkpoint has."""
+        build = self.build
+        tensors: dict[str, torch.Tensor] = {}
+        made: dict[int, nn.Parameter] = {}
+        for path, module in list(self.named_modules()):
+            for name, parameter in list(module._parameters.items()):
+                if parameter is None or not parameter.is_meta or type(module).__module__.startswith("quire."):
+                    continue
+                full = f"{path}.{name}" if path else name
+                if self._plan.cut(full) is not Cut.WHOLE or self._plan.cut(path) is not Cut.WHOLE:
+                    raise UnsupportedModelError(
+                        f"{build.config.architecture}: ranks that share {full} are not implemented: set "
+                        "tensor_parallel_size to 1"
+                    )
+                if id(parameter) in made:
+                    self._tied.add(full)
+                else:
+                    memory = build.memory.zeros(tuple(parameter.shape), self._dtype_of(library, full, parameter.dtype))
+                    made[id(parameter)] = nn.Parameter(memory, requires_grad=False)
+                    tensors[full] = memory
+                module._parameters[name] = made[id(parameter)]
+            self._take_buffers(library, path, module, tensors)
+        stored = {name: other for name in tensors if (other := self._names.stored(name)) != name}
+        return OwnWeights(tensors, stored)
+
+    def _take_buffers(self, library: Any, path: str, module: nn.Module, tensors: dict[str, torch.Tensor]) -> None:
+        """Buffers that checkpoints have are loaded; the library computes the others."""
+        computed: dict[str, torch.Tensor] = {}
+        for name, buffer in list(module._buffers.items()):
+            if buffer is None or not buffer.is_meta:
+                continue
+            unset: Any = float("nan") if buffer.is_floating_point() else -1
+            memory = torch.full_like(buffer, unset, device=self.build.device)
+            module._buffers[name] = memory
+            full = f"{path}.{name}" if path else name
+            if name in module._non_persistent_buffers_set:
+                computed[full] = memory
+            else:
+                tensors[full] = memory
+        if computed and self.build.device.type != "meta":
+            library._init_weights(module)
+            for full, memory in computed.items():
+                if bool((memory.isnan() if memory.is_floating_point() else memory == -1).any()):
+                    raise UnsupportedModelError(
+                        f"{self.build.config.architecture}: the library does not say how to compute the buffer {full}"
+                    )
+
+    def _dtype_of(self, library: Any, name: str, own: torch.dtype) -> torch.dtype:
+        """The dtype of a parameter: some stay in float32."""
+        if not own.is_floating_point:
+            return own
+        always = library._keep_in_fp32_modules_strict or ()
+        in_half = (library._keep_in_fp32_modules or ()) if self.build.dtype is torch.float16 else ()
+        kept = any(re.search(rf"((^|\.){re.escape(part)}($|\.))", name) for part in {*always, *in_half})
+        return torch.float32 if kept else self.build.dtype
+
+    @staticmethod
+    def _set_attention(library: Any, name: str) -> None:
+        for module in library.modules():
+            config = getattr(module, "config", None)
+            if isinstance(config, PretrainedConfig):
+                config._attn_implementation = name
+
+    def _check_head(self) -> None:
+        """The library must compute logits from hidden states alone."""
+        config = self.build.config
+        hidden = torch.empty(3, config.hidden_size, device="meta", dtype=self.build.dtype)
+        heads = [(m, m._parameters, m._buffers) for m in self._library[0].modules() if m is not self._states]
+        with torch.no_grad(), _on_meta(heads):
+            try:
+                logits = self.logits(hidden)
+            except Exception as error:
+                raise UnsupportedModelError(
+                    f"{config.architecture} cannot run through transformers here: its head needs more than hidden "
+                    f"states ({type(error).__name__}: {error})"
+                ) from error
+        if tuple(logits.shape) != (3, config.vocab_size):
+            raise UnsupportedModelError(
+                f"{config.architecture}: the head gives {tuple(logits.shape)}, not a logit for each of the "
+                f"{config.vocab_size} tokens of the vocabulary"
+            )
+
+    @torch.inference_mode()
+    def _check_tokens_are_apart(self, like: torch.Tensor) -> None:
+        """Tokens must meet in attention only, and be placed by their positions only: with attention in which each sees
+        itself, a token's result must not depend on the others, nor on its place in the step."""
+        self._is_checked = True
+        a, b, c, d = (number % self.build.config.vocab_size for number in (3, 7, 11, 19))
+        last = self.build.max_model_len - 1
+        x, y, z = (min(position, last) for position in (2, 9, 5))
+
+        def run(tokens: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
+            return self._run(like.new_tensor(tokens), like.new_tensor(positions)).float()
+
+        self._step.is_local = True
+        try:
+            first, second = run((a, b, c), (x, y, z)), run((c, d, a), (z, y, x))
+        finally:
+            self._step.is_local = False
+        difference = (first[[0, 2]] - second[[2, 0]]).norm() / first[[0, 2]].norm()
+        if not difference < 0.05:
+            raise UnsupportedModelError(
+                f"{self.build.config.architecture} cannot run through transformers here: its tokens depend on each "
+                f"other outside of attention, or on more than their positions (results differ by {float(difference):.0%})"
+            )
+
+    @property
+    def caches(self) -> list[LayerCache]:
+        """What each layer keeps."""
+        spec = self._kv
+        return [
+            AttentionCache(spec.num_kv_heads, spec.head_dim, self.build.kv_format, self.calls[i].arguments.window)
+            for i in sorted(self.calls)
+        ]
+
+
+class _GivenStates(nn.Module):
+    """Stands for the base model where only the head is to be computed."""
+
+    hidden: torch.Tensor | None = None
+
+    @property
+    def decoder(self) -> nn.Module:
+        """Some heads call this part of the base model (OPT)."""
+        return self
+
+    def forward(self, *args: Any, **kwargs: Any) -> BaseModelOutputWithPast:
+        return _OnlyStates(last_hidden_state=self.hidden)
+
+
+class _OnlyStates(BaseModelOutputWithPast):
+    """Hidden states; whatever else a base model may return is None."""
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+@contextlib.contextmanager
+def _on_meta(modules: Sequence[tuple[nn.Module, Any, Any]]) -> Iterator[None]:
+    """With the tensors of these modules on the meta device."""
+    for module, parameters, buffers in modules:
+        module._parameters = {k: None if v is None else nn.Parameter(v.to("meta"), False) for k, v in parameters.items()}
+        module._buffers = {k: None if v is None else v.to("meta") for k, v in buffers.items()}
+    try:
+        yield
+    finally:
+        for module, parameters, buffers in modules:
+            module._parameters, module._buffers = parameters, buffers
+
+
+def _library_config(raw: Mapping[str, Any], architecture: str) -> PretrainedConfig:
+    """The library's config object for a config.json. Raises if the library has no such causal language model."""
+    family = raw.get("model_type")
+    known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(family or "")
+    if family not in CONFIG_MAPPING or architecture not in (known if isinstance(known, (tuple, list)) else (known,)):
+        code = "; code that comes with a checkpoint is not run" if raw.get("auto_map") else ""
+        raise UnsupportedModelError(
+            f"architecture {architecture!r} (model_type {family!r}) is not implemented, and the installed transformers "
+            f"library has no such causal language model{code}; implemented: {', '.join(supported())}"
+        )
+    fields = {key: value for key, value in raw.items() if key not in ("quantization_config", "dtype", "torch_dtype")}
+    return CONFIG_MAPPING[family].from_dict(fields)
+
+
+def _make_model(build: BuildContext) -> Any:
+    """The library's model on the meta device. Raises for kinds that are not implemented."""
+    architecture = build.config.architecture
+    config = _library_config(build.config.raw, architecture)
+    kind = getattr(transformers, architecture)
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedModelError(f"{architecture} is an encoder-decoder, which is not implemented")
+    if config.get_text_config() is not config:
+        raise UnsupportedModelError(
+            f"{architecture} takes more than text (its config has parts), which is not implemented through transformers"
+        )
+    if kind._is_stateful:
+        raise UnsupportedModelError(
+            f"{architecture} keeps recurrent states, which are not implemented through transformers"
+        )
+    if others := sorted({*(getattr(config, "layer_types", None) or ())} - _LAYER_TYPES):
+        raise UnsupportedModelError(
+            f"{architecture} has layers of the types {', '.join(others)}, which are not implemented through transformers"
+        )
+    _check_rope(config, architecture)
+    try:
+        with torch.device("meta"):
+            model = kind._from_config(
+                config, dtype=build.dtype, attn_implementation=TRIAL, experts_implementation=TRIAL
+            )
+    except Exception as error:
+        raise UnsupportedModelError(
+            f"{architecture} cannot run through transformers here: the library cannot build it with another attention "
+            f"({type(error).__name__}: {error})"
+        ) from error
+    return model.eval().requires_grad_(False)
+
+
+def _check_rope(config: Any, architecture: str) -> None:
+    """Frequencies that depend on the step's longest row are refused by name."""
+    given = getattr(config, "rope_parameters", None) or {}
+    for each in (given, *(value for value in given.values() if isinstance(value, dict))):
+        if each.get("rope_type") in _POSITION_DEPENDENT_ROPE:
+            raise UnsupportedModelError(
+                f"{architecture} with rope_type {each['rope_type']!r} is not implemented through transformers"
+            )
+
+
+def _check_layers(library: Any, trial: Trial) -> None:
+    """Every layer must call attention once."""
+    total = library.config.num_hidden_layers
+    if sorted(trial.calls) != list(range(total)):
+        raise UnsupportedModelError(
+            f"{type(library).__name__} cannot run through transformers here: {len(trial.calls)} of its {total} layers "
+            "call attention through the library's interface"
+        )
+
+
+def _seen_config(config: ModelConfig, library: Any, trial: Trial) -> ModelConfig:
+    """The model's config with what was seen in place of what was read."""
+    first = trial.calls[0]
+    tied = library.get_output_embeddings()
+    shares = tied is not None and tied.weight is library.get_input_embeddings().weight
+    return dataclasses.replace(
+        config,
+        num_layers=len(trial.calls),
+        num_heads=first.heads,
+        num_kv_heads=first.kv_heads,
+        head_dim=first.head_dim,
+        hidden_size=library.config.hidden_size,
+        vocab_size=library.config.vocab_size,
+        tie_embeddings=shares,
+        windows=tuple(trial.calls[i].arguments.window for i in sorted(trial.calls)),
+    )
+
+
+def _parallel_plan(build: BuildContext, library: Any) -> ParallelPlan:
+    """The library's plan; empty with one rank. Raises if it has none and there are several."""
+    architecture, size = build.config.architecture, build.ranks.tp_size
+    if size == 1:
+        return ParallelPlan(architecture, {})
+    if not getattr(library.config, "base_model_tp_plan", None):
+        raise ConfigError(
+            f"{architecture} runs through transformers, which has no plan to share it between ranks: set "
+            "tensor_parallel_size to 1",
+            "tensor_parallel_size",
+            size,
+        )
+    return ParallelPlan(architecture, library.tp_plan)
+
+
+def _heads(build: BuildContext, whole: LayerCall, own: LayerCall) -> Heads:
+    """This rank's heads of a layer, from what the whole layer and the rank's part have."""
+    if (own.heads, own.kv_heads) == (whole.heads, whole.kv_heads):
+        return Heads(range(own.heads), range(own.kv_heads), own.head_dim)
+    query, kv = (build.ranks.slice(n, what) for n, what in ((whole.heads, "heads"), (whole.kv_heads, "KV heads")))
+    heads = Heads(range(query.start, query.stop), range(kv.start, kv.stop), own.head_dim)
+    if (len(heads.query), len(heads.kv)) != (own.heads, own.kv_heads):
+        raise UnsupportedModelError(
+            f"{build.config.architecture}: a rank has {own.heads} of {whole.heads} heads and {own.kv_heads} of "
+            f"{whole.kv_heads} KV heads, which is not implemented"
+        )
+    return heads
+
+
+def _experts(
+    build: BuildContext, path: str, module: Any, names: CheckpointNames, plan: ParallelPlan
+) -> Experts:
+    """The engine's experts for the library's. Raises for kinds that its kernels do not compute."""
+    refused = [
+        word
+        for word, is_so in {
+            "without a gate": not module.has_gate,
+            "with biases": module.has_bias,
+            "with transposed weights": module.is_transposed,
+            "with interleaved gates": not getattr(module, "is_concatenated", True),
+            "with a norm after each": getattr(module, "has_post_expert_norm", False),
+        }.items()
+        if is_so
+    ]
+    if not refused and not _is_silu_gate(module):
+        refused = ["with another activation than silu"]
+    if not refused and (extra := {name for name, _ in module.named_parameters()} - {"gate_up_proj", "down_proj"}):
+        refused = [f"with {', '.join(sorted(extra))}"]
+    if refused:
+        raise UnsupportedModelError(
+            f"{build.config.architecture}: experts {refused[0]} are not implemented through transformers"
+        )
+    count, hidden, width = module.down_proj.shape
+    cuts = {plan.cut(f"{path}.gate_up_proj"), plan.cut(f"{path}.down_proj")}
+    if cuts not in ({Cut.WHOLE}, {Cut.PACKED_OUTPUTS, Cut.INPUTS}):
+        raise UnsupportedModelError(f"{build.config.architecture}: ranks cannot share {path} as its plan says")
+    return Experts(build, path.rpartition(".")[2], count, hidden, width, names.experts(path), cuts != {Cut.WHOLE})
+
+
+def _is_silu_gate(module: Any) -> bool:
+    x = torch.randn(4, 16, generator=torch.Generator().manual_seed(0))
+    gate, up = x.chunk(2, dim=-1)
+    try:
+        return torch.allclose(module._apply_gate(x), F.silu(gate) * up, atol=1e-5)
+    except Exception:
+        return False
+
+
+def _groups(siblings: Sequence[Sequence[str]], matrices: dict[str, Matrix]) -> list[list[str]]:
+    """The matrices, those together that read one input in one module and are cut alike."""
+    groups: list[list[str]] = []
+    seen: set[str] = set()
+    for group in siblings:
+        run: list[str] = []
+        for path in group:
+            if path not in matrices or path in seen:
+                run = []
+                continue
+            seen.add(path)
+            previous = run[-1] if run else None
+            joins = (
+                previous is not None
+                and previous.rpartition(".")[0] == path.rpartition(".")[0]
+                and matrices[previous].fuses_with == matrices[path].fuses_with
+                and matrices[path].cut is not Cut.INPUTS
+            )
+            if joins:
+                run.append(path)
+            else:
+                groups.append(run := [path])
+    return groups + [[path] for path in matrices if path not in seen]
+
+
+def _put(root: nn.Module, path: str, module: nn.Module) -> None:
+    owner, _, name = path.rpartition(".")
+    root.get_submodule(owner)._modules[name] = module
