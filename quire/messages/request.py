@@ -80,8 +80,9 @@ class Request:
     """One sequence inside the engine: number `index` of a `NewRequest`."""
 
     __slots__ = (
-        "arrival_order", "beam", "blocks", "discards", "first_scheduled", "id", "in_flight", "index", "key", "keys", "output",
-        "owned_keys", "preemptions", "prompt", "published", "row", "saved", "siblings", "source", "state", "tables",
+        "arrival_order", "beam", "blocks", "discards", "first_scheduled", "id", "in_flight", "index", "key", "keys",
+        "output", "owned_keys", "preemptions", "prompt", "published", "row", "saved", "siblings", "source", "state",
+        "tables",
     )  # fmt: skip
 
     def __init__(self, source: NewRequest, index: int, arrival_order: int, saved: int = 0) -> None:
