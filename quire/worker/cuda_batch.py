@@ -154,6 +154,9 @@ class CudaBatch(DeviceBatch):
             len(plan.rows), plan.num_tokens, plan.num_decodes, int(plan.counts.max()), plan.max_context,
             self.groups.exist,
         )  # fmt: skip
+        fresh = {new.row for new in plan.add if not new.num_computed}
+        for group in inputs.attention:
+            group.has_context = not fresh.issuperset(plan.rows[plan.num_decodes :].tolist())
         self.expand(inputs)
         return inputs
 
