@@ -18,10 +18,10 @@ from quire.kernels.triton.decode_attention import DecodeAttention, DecodeTile
 
 MODELS = {"llama-8b": (32, 8, 128), "qwen3-0.6b": (16, 8, 128)}
 TILES = [
-    DecodeTile(32, 2, stages, programs, min_tiles, ahead)
-    for stages, programs in [(5, 4), (5, 5), (5, 8), (7, 4)]
-    for min_tiles in (1, 2)
-    for ahead in (0, 32, 64)
+    DecodeTile(tokens, warps, stages, programs, min_tiles)
+    for tokens, warps, stages in [(32, 2, 5), (64, 4, 3)]
+    for programs in (4, 8, 12, 16, 24)
+    for min_tiles in (2, 4, 8)
 ]
 BLOCK, LAYERS, MAX_ROWS = 16, 28, 1024
 
@@ -124,9 +124,7 @@ def decode_default(dim: int) -> DecodeTile:
 
 
 def _name(tile: DecodeTile | None) -> str:
-    if tile is None:
-        return "shipped"
-    return f"{tile.tokens}t{tile.warps}w{tile.stages}s{tile.programs}p{tile.min_tiles}m{tile.ahead}a"
+    return "shipped" if tile is None else f"{tile.tokens}t{tile.warps}w{tile.stages}s{tile.programs}p{tile.min_tiles}"
 
 
 if __name__ == "__main__":

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from quire.kvcache.block_pool import NULL_BLOCK, BlockPool
 from quire.kvcache.groups import GroupTable, Hit, first_needed, groups_of, hole, most_window_blocks
-from quire.kvcache.prefix_cache import PrefixCache, index_key
+from quire.kvcache.prefix_cache import PrefixCache, index_key, page_key, split_index_key
 from quire.messages.caches import FULL, CacheGroup
 
 ENDLESS = 1 << 40
@@ -105,46 +105,57 @@ class BlockTables:
             return Hit(blocks, reach=len(blocks))
         if not self.prefix_caching:
             return Hit([], [[] for _ in self.others])
-        get, most = self.prefix_cache.get, (tokens - 1) // self.block_size
-        blocks = self.match(keys, tokens) if self.has_full else hole(min(most, len(keys)))
-        pages = [self._matching_pages(number, group, keys, len(blocks)) for number, group in self.others]
-        for (_, group), found in zip(self.others, pages, strict=True):
-            if group.kind == "full":
-                del blocks[len(found) :]
-        reach = end = len(blocks)
-        while (shorter := self._servable(keys, end)) < end:
-            end = shorter
-        pages = []
-        for number, group in self.others:
-            if not end or group.kind == "state":
-                pages.append(list(self.prefix_cache.blocks_of(index_key(keys[end - 1], number))) if end else [])
-                continue
-            first = 0 if group.kind == "full" else first_needed(group, end * self.block_size, self.block_size)
-            pages.append([get(index_key(keys[i], number)) or NULL_BLOCK for i in range(first, end)])
-        return Hit(blocks[:end], pages, reach if self.has_full else end)
+        keys = keys[: (tokens - 1) // self.block_size]
+        reach = self.reach(keys, self.is_cached)
+        end = self.longest_prefix(keys, reach, self.is_cached)
+        blocks = self.prefix_cache.match(keys[:end]) if self.has_full else hole(end)
+        return Hit(blocks, [self._cached_pages(number, keys[:end]) for number, _ in self.others], reach)
 
-    def _matching_pages(self, number: int, group: CacheGroup, keys: Sequence[bytes], end: int) -> list[int]:
-        """A full group's pages of the longest prefix of the first `end` blocks."""
-        if group.kind != "full":
-            return []
-        return self.prefix_cache.match(index_key(key, number) for key in keys[:end])
+    def is_cached(self, number: int, key: bytes) -> bool:
+        """Whether the prefix cache has the group's block, or state, that ends with this content key."""
+        return index_key(key, number) in self.prefix_cache
 
-    def _servable(self, keys: Sequence[bytes], end: int) -> int:
-        """The longest prefix of at most `end` blocks that each window or state group, after those before it, has."""
-        for number, group in self.others:
-            if group.kind == "state":
-                while end and index_key(keys[end - 1], number) not in self.prefix_cache:
-                    end -= 1
-            elif group.kind == "window":
-                end = self._window_servable(number, group, keys, end)
+    def _cached_pages(self, number: int, keys: Sequence[bytes]) -> list[int]:
+        """What the group needs of a prefix, all of which is cached."""
+        cache, group = self.prefix_cache, self.groups[number]
+        if group.kind == "state":
+            return list(cache.blocks_of(index_key(keys[-1], number))) if keys else []
+        first = self.first_needed(number, len(keys) * self.block_size)
+        return cache.match(index_key(key, number) for key in keys[first:])
+
+    def first_needed(self, number: int, position: int) -> int:
+        """The first block of a full or window group that a query at `position` reaches."""
+        group = self.groups[number]
+        return first_needed(group, position, self.block_size) if group.kind == "window" else 0
+
+    def reach(self, keys: Sequence[bytes], has: Callable[[int, bytes], bool]) -> int:
+        """Leading blocks that all full groups have; 0 if no group is full."""
+        full = [number for number, _ in groups_of(self.groups, "full")]
+        end = 0
+        while full and end < len(keys) and all(has(number, keys[end]) for number in full):
+            end += 1
         return end
 
-    def _window_servable(self, number: int, group: CacheGroup, keys: Sequence[bytes], end: int) -> int:
-        """The longest prefix of at most `end` blocks whose last window the group has."""
+    def longest_prefix(self, keys: Sequence[bytes], reach: int, has: Callable[[int, bytes], bool]) -> int:
+        """The most blocks, at most the full groups' `reach`, after which every group has what the next token needs."""
+        end = reach if self.num_full else len(keys)
+        while True:
+            before = end
+            for number, group in self.others:
+                if group.kind == "state":
+                    while end and not has(number, keys[end - 1]):
+                        end -= 1
+                elif group.kind == "window":
+                    end = self._window_prefix(number, keys, end, has)
+            if end == before:
+                return end
+
+    def _window_prefix(self, number: int, keys: Sequence[bytes], end: int, has: Callable[[int, bytes], bool]) -> int:
+        """The most blocks, at most `end`, whose last window the group has."""
         at = end
-        while at > first_needed(group, end * self.block_size, self.block_size):
+        while at > self.first_needed(number, end * self.block_size):
             at -= 1
-            if index_key(keys[at], number) not in self.prefix_cache:
+            if not has(number, keys[at]):
                 end = at
         return end
 
@@ -190,6 +201,14 @@ class BlockTables:
             table.blocks = [*hole(table.first), *pages]
             table.published = len(hit.blocks)
 
+    def start_with(self, owner: BlockOwner, groups: Sequence[tuple[int, Sequence[int | None]]], tokens: int) -> None:
+        """Start the owner's tables with pages it holds already: for each group the index of the first and the pages,
+        which hold `tokens` tokens."""
+        pages = iter([(first, [page for page in own if page is not None]) for first, own in groups])
+        owner.blocks.extend(next(pages)[1] if self.has_full else hole(self.blocks_for(tokens)))
+        for table, (first, own) in zip(self.tables_of(owner), pages, strict=True):
+            table.first, table.blocks = first, [*hole(first), *own]
+
     def tables_of(self, owner: BlockOwner) -> list[GroupTable]:
         """The owner's tables in the other groups; empty tables if it has none."""
         tables: list[GroupTable] = owner.tables  # type: ignore[attr-defined]
@@ -212,20 +231,22 @@ class BlockTables:
         blocks = max(0, self.blocks_for(tokens) - len(owner.blocks))
         if not self.others:
             return blocks
-        return self.pages_per_block * blocks + sum(self._lacking_state(owner))
+        return self.pages_per_block * blocks + self._lacking_state(owner)
 
-    def _lacking_state(self, owner: BlockOwner) -> list[int]:
-        """By other group: pages of the live state that the owner lacks."""
-        return [
-            group.pages - len(table.blocks) if group.kind == "state" else 0
+    def _lacking_state(self, owner: BlockOwner) -> int:
+        """Pages of the live state that the owner lacks, or has to copy because others have them too."""
+        refs = self.pool.refs
+        return sum(
+            group.pages
             for (_, group), table in zip(self.others, self.tables_of(owner), strict=True)
-        ]
+            if group.kind == "state" and (not table.blocks or any(refs[page] > 1 for page in table.blocks))
+        )
 
     def missing_finally(self, owner: BlockOwner, tokens: int) -> int:
         """Pages the owner will lack to compute up to `tokens` tokens a block at a time: windows give pages back."""
         if not self.others:
             return self.missing(owner, tokens)
-        blocks, lacking = self.blocks_for(tokens), sum(self._lacking_state(owner))
+        blocks, lacking = self.blocks_for(tokens), self._lacking_state(owner)
         lacking += self.num_full * max(0, blocks - len(owner.blocks))
         for (_, group), table in zip(self.others, self.tables_of(owner), strict=True):
             if group.kind == "window":
@@ -236,9 +257,9 @@ class BlockTables:
     def room(self, owner: BlockOwner, pages: int) -> int:
         """Tokens that the owner could hold with `pages` more pages."""
         if self.others:
-            pages -= sum(self._lacking_state(owner))
+            pages -= self._lacking_state(owner)
             if pages < 0:
-                return len(owner.blocks) * self.block_size if owner.blocks and not self.state_pages else 0
+                return 0
             if not self.pages_per_block:
                 return ENDLESS
             pages //= self.pages_per_block
@@ -317,6 +338,61 @@ class BlockTables:
                 for key in keys:
                     self.withdraw(self.prefix_cache.blocks_of(index_key(key, number))[:1])
 
+    # Tiers below the device
+
+    def tier_key(self, block: int) -> bytes | None:
+        """The key of a cached block in the tiers below the device; None if it is not cached."""
+        key = self.prefix_cache.key_of(block)
+        if key is None or not self.others:
+            return key
+        content, number = split_index_key(key)
+        return page_key(content, number, self.prefix_cache.blocks_of(key).index(block))
+
+    def tier_pairs(
+        self, owner: BlockOwner, keys: Sequence[bytes], tokens: int, end_key: bytes
+    ) -> list[tuple[bytes, int]]:
+        """(key in lower tiers, page) of all that it takes to continue after the owner's first `tokens` tokens. `keys`:
+        content keys of full blocks; `end_key`: the content key at the end."""
+        full, is_partial = divmod(tokens, self.block_size)
+        pairs = list(zip(keys[:full], owner.blocks[:full], strict=True)) if self.has_full else []
+        if is_partial and self.has_full:
+            pairs.append((end_key, owner.blocks[full]))
+        if self.others:
+            for (number, group), table in zip(self.others, self.tables_of(owner), strict=True):
+                if group.kind == "state":
+                    pairs += [(page_key(end_key, number, i), page) for i, page in enumerate(table.blocks)]
+                    continue
+                first = self.first_needed(number, tokens)
+                pairs += [(page_key(keys[i], number), table.blocks[i]) for i in range(first, full)]
+                if is_partial:
+                    pairs.append((page_key(end_key, number), table.blocks[full]))
+        return pairs
+
+    def full_tier_keys(self, keys: Sequence[bytes]) -> list[bytes]:
+        """Keys in lower tiers of what full groups keep of blocks with these content keys."""
+        if not self.others:
+            return list(keys)
+        full = [number for number, _ in groups_of(self.groups, "full")]
+        return [page_key(key, number) for key in keys for number in full]
+
+    def end_tier_keys(self, keys: Sequence[bytes], tokens: int) -> list[bytes]:
+        """The same of what other groups keep at the end of a sequence; the last of `keys` may be of a partial block."""
+        found = []
+        for number, group in self.others if keys else ():
+            if group.kind == "window":
+                found += [page_key(key, number) for key in keys[self.first_needed(number, tokens) :]]
+            elif group.kind == "state":
+                found += [page_key(keys[-1], number, i) for i in range(group.pages)]
+        return found
+
+    def tier_keys(self, key: bytes) -> list[bytes]:
+        """All keys in lower tiers of what ends with this content key."""
+        return [
+            page_key(key, number, i)
+            for number, group in enumerate(self.groups)
+            for i in range(group.pages if group.kind == "state" else 1)
+        ]
+
     # Sharing
 
     def fork(self, parent: BlockOwner, child: BlockOwner) -> None:
@@ -330,6 +406,63 @@ class BlockTables:
         child.published = parent.published
         if self.others:
             for table, other in zip(self.tables_of(child), self.tables_of(parent), strict=True):
+                table.published = other.published
+
+    # Owners that follow each other: a session and the requests that are its turns
+
+    def can_continue(self, owner: BlockOwner, state_at: int, tokens: int) -> bool:
+        """Whether the owner, whose state has consumed `state_at` tokens, has all that it takes to continue after its
+        first `tokens` tokens."""
+        if not self.others:
+            return True
+        if self.state_pages and state_at != tokens:
+            return False
+        tables = zip(self.others, self.tables_of(owner), strict=True)
+        return all(table.first <= self.first_needed(number, tokens) for (number, _), table in tables)
+
+    def cost_of_continuing(self, owner: BlockOwner, tokens: int, known: int) -> int:
+        """Free pages it takes to compute up to `known` tokens, a block at a time, after the owner's first `tokens`."""
+        is_partial = tokens % self.block_size
+        pages = self.pages_at(owner, tokens // self.block_size) if is_partial else []
+        return self.missing_finally(owner, known) + sum(self.pool.refs[page] > 1 for page in pages)
+
+    def shorten(self, owner: BlockOwner, tokens: int) -> None:
+        """Release the owner's blocks after its first `tokens` tokens, and those before the window that ends there."""
+        count, full = self.blocks_for(tokens), tokens // self.block_size
+        if self.has_full:
+            self.pool.release(owner.blocks[count:])
+        del owner.blocks[count:]
+        owner.published = min(owner.published, full)
+        if self.others:
+            for (_, group), table in zip(self.others, self.tables_of(owner), strict=True):
+                if group.kind != "state":
+                    self.pool.release(table.blocks[max(count, table.first) :])
+                    del table.blocks[count:]
+                table.published = min(table.published, full)
+            self.trim(owner, tokens)
+
+    def hand_over(self, owner: BlockOwner, heir: BlockOwner, tokens: int) -> None:
+        """Move the owner's pages of its first `tokens` tokens to another owner, which has none; release the others."""
+        self.shorten(owner, tokens)
+        heir.blocks.extend(owner.blocks)
+        heir.published = owner.published
+        owner.blocks.clear()
+        owner.published = 0
+        if self.others:
+            for table, own in zip(self.tables_of(heir), self.tables_of(owner), strict=True):
+                table.blocks, table.first, table.published = own.blocks, own.first, own.published
+                own.clear()
+
+    def share(self, owner: BlockOwner, other: BlockOwner, tokens: int) -> None:
+        """Give another owner, which has none, the owner's pages of its first `tokens` tokens too."""
+        count, pages = self.blocks_for(tokens), list[list[int]]()
+        for (number, group), table in zip(self.others, self.tables_of(owner) if self.others else (), strict=True):
+            is_state = group.kind == "state"
+            pages.append(table.blocks if is_state else table.blocks[self.first_needed(number, tokens) : count])
+        self.adopt(other, Hit(owner.blocks[:count], pages))
+        other.published = min(owner.published, tokens // self.block_size)
+        if self.others:
+            for table in self.tables_of(other):
                 table.published = other.published
 
     def is_shared(self, owner: BlockOwner, index: int) -> bool:

@@ -8,6 +8,10 @@ import numpy as np
 from blake3 import blake3
 
 
+KEY_BYTES = 32
+"""Length of a content key."""
+
+
 class ContentKeys:
     """Content keys of blocks, over their tokens and all tokens before them: equal key, equal KV.
 
@@ -136,6 +140,11 @@ class PrefixCache:
 def index_key(key: bytes, group: int) -> bytes:
     """The key of a group's object in the prefix cache. Groups after the first add their number to the content key."""
     return key if not group else key + bytes((group,))
+
+
+def split_index_key(key: bytes) -> tuple[bytes, int]:
+    """The content key and the group of a key in the prefix cache."""
+    return (key, 0) if len(key) == KEY_BYTES else (key[:-1], key[-1])
 
 
 def page_key(key: bytes, group: int, index: int = 0) -> bytes:

@@ -179,7 +179,9 @@ class SparseMLP(nn.Module):
 
 
 def _tensors(weight: Weight) -> list[torch.Tensor]:
-    return list(weight.tensors.values()) if isinstance(weight, QuantizedWeight) else [weight]
+    if not isinstance(weight, QuantizedWeight):
+        return [weight]
+    return [*weight.tensors.values(), *([] if weight.copy is None else [weight.copy])]
 
 
 def expert_counts(model: nn.Module) -> dict[int, list[int]]:

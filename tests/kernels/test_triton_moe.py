@@ -10,10 +10,12 @@ import torch.nn.functional as F
 
 from tests.kernels.triton_target import DEVICE, HALF, ON_GPU, assert_same_bits
 
+from quire.kernels.gates import GATES, ExpertVariant  # isort: skip
 from quire.kernels.reference import TorchOps  # isort: skip
 from quire.kernels.routing import RouteRule  # isort: skip
 from quire.kernels.triton.moe import tile as moe_tile
 
+from quire.kernels.triton.moe.experts import experts as experts_by  # isort: skip
 from quire.kernels.triton.moe.layout import LARGE, SMALL, arrange, max_tiles  # isort: skip
 from quire.kernels.triton.moe.common import GemmTile, ChosenExperts, ExpertsConfig  # isort: skip
 from quire.kernels.triton.moe.route import route  # isort: skip
@@ -256,3 +258,20 @@ def test_wide_experts_are_read_in_chunks() -> None:
     config = VECTOR if ON_GPU else replace(VECTOR, gate_up=GemmTile(512, warps=1))
     out = run(config, x, *routing, gate_up, down)
     assert_close(out, reference(x, *routing, gate_up, down), HALF)
+
+
+@pytest.mark.parametrize("activation", ["clamped_swiglu", "gelu_tanh"])
+@pytest.mark.parametrize("config", [VECTOR, TILE, WIDE_TILE], ids=["vector", "tile", "wide"])
+def test_biases_and_other_activations(config: ExpertsConfig, activation: str) -> None:
+    gate_up, down = expert_weights(4, HALF)
+    variant = ExpertVariant(activation, random(4, gate_up.shape[1]).to(HALF), random(4, HIDDEN).to(HALF))
+    x, (weights, experts) = random(5, HIDDEN).to(HALF) * 3, choices(5, 5, 2)  # the fifth expert is on another rank
+    out = experts_by(x, weights, experts, gate_up, down, config, variant)
+    expected = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
+    for token, (row, chosen) in enumerate(zip(x.double(), experts.tolist(), strict=True)):
+        for slot, expert in enumerate(chosen):
+            if expert < 4:
+                first, second = (bias.double() for bias in variant.biases(expert))
+                features = GATES[activation](*(gate_up[expert].double() @ row + first).chunk(2))
+                expected[token] += weights[token, slot].double() * (down[expert].double() @ features + second)
+    assert_close(out, expected, HALF)

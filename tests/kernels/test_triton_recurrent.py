@@ -22,8 +22,9 @@ from tests.kernels.triton_target import DEVICE
 # isort: split
 from quire.kernels.reference import TorchOps
 from quire.kernels.triton.ops import TritonOps
-from quire.kernels.triton.recurrent import decode
+from quire.kernels.triton.recurrent import decode, delta_net
 from quire.kernels.triton.recurrent.chunks import CHUNK
+from quire.kernels.triton.recurrent.delta_net import DeltaNetConfig
 
 LAYERS: dict[str, Any] = {
     "delta": lambda: random_delta_net(2, 4, 16, 16, torch.float32, DEVICE),
@@ -67,7 +68,7 @@ def test_decodes(name: str, queries: int) -> None:
 
 @pytest.mark.parametrize("name", ["delta", "mamba"])
 def test_steps_with_prompts(name: str) -> None:
-    """Decodes, then a prompt of several chunks, one within the taps of its begin, one that begins, none, and padding."""
+    """Decodes, then a prompt of several chunks, one within taps of its begin, one that begins, none, and padding."""
     layer = LAYERS[name]()
     view, tables = random_states(state_parts(layer, torch.float32), 7, 4112, DEVICE)
     counts = [1, 1, 2 * CHUNK + 5, 2, CHUNK, 0, 3]
@@ -86,8 +87,10 @@ def test_steps_with_prompts(name: str) -> None:
         assert_near(ours, theirs)
 
 
-def test_keys_that_hardly_differ() -> None:
+@pytest.mark.parametrize("leaf", [1, 4])
+def test_keys_that_hardly_differ(leaf: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The system of a chunk is then as badly conditioned as it can be: powers of it would overflow."""
+    monkeypatch.setattr(delta_net, "choose", lambda *_: DeltaNetConfig(solve_leaf=leaf, scan_values=16))
     layer = LAYERS["delta"]()
     view, tables = random_states(state_parts(layer, torch.float32), 1, 4112, DEVICE)
     x = random_inputs(layer, 1, torch.float32).repeat(4 * CHUNK, 1)

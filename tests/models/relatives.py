@@ -14,6 +14,7 @@ from transformers import (
     GlmConfig,
     GraniteConfig,
     GraniteMoeConfig,
+    MiniMaxM2Config,
     Ministral3Config,
     MinistralConfig,
     Olmo2Config,
@@ -106,6 +107,13 @@ RELATIVES: dict[str, PretrainedConfig] = {
     ),
     "granite": _granite(GraniteConfig, tie_word_embeddings=True),
     "granite-moe": _granite(GraniteMoeConfig, num_local_experts=5, num_experts_per_tok=2),
+    "minimax-m2": _like(
+        MiniMaxM2Config,
+        head_dim=8,
+        num_local_experts=6,
+        num_experts_per_tok=2,
+        rope_parameters={"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5},
+    ),
     "ministral": _like(MinistralConfig, sliding_window=5, layer_types=ALTERNATING, head_dim=12),
     "ministral3": _like(
         Ministral3Config,

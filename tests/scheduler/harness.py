@@ -239,7 +239,7 @@ class CheckingExecutor:
         self.moving: list[tuple[int, int, Moves]] = []
         """Transfers in flight: the step at whose collection they are done, the step they came with, and what they
         copy."""
-        self.table_width = num_blocks
+        self.table_width = num_blocks if groups[0].kind == "full" else 1000
         self.groups: list[PrefixGroup] = []
         self.grouped_rows = 0
         """Rows that computed as members of a group, summed over steps."""
@@ -546,7 +546,7 @@ class CheckingExecutor:
                 if mixed("stale", *key, position) % 2:  # a device may yield an invalid token for such a row, or none
                     drawn = [VOCABULARY + 1]
             elif state.is_spoiled:
-                drawn = [VOCABULARY + 1]
+                drawn, state.num_computed = [VOCABULARY + 1], state.num_tokens - 1
             elif self.yields_nothing(key, position):
                 state.num_computed = state.num_tokens - 1
                 state.is_spoiled = bool(self.state_groups)

@@ -58,15 +58,16 @@ def _convolve(
     projected, projected_stride, conv, bias, out, out_stride, ring, ring_pages, ring_offsets, ring_stride,
     tables, table_stride, rows, query_starts, context_lens, chunk_rows, chunk_begins, skipped, scale,
     FIRST: tl.constexpr, CHANNELS: tl.constexpr, NORMED: tl.constexpr, WIDTH: tl.constexpr, LAST_WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr, CHUNK: tl.constexpr, SLOTS: tl.constexpr, PIECE: tl.constexpr, TAPS: tl.constexpr,
-    PDL: tl.constexpr,
+    BLOCK: tl.constexpr, CHUNK: tl.constexpr, TOKENS: tl.constexpr, SLOTS: tl.constexpr, PIECE: tl.constexpr,
+    TAPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """NORMED blocks of WIDTH channels, l2-normalized, the first half of them times `scale`; then of LAST_WIDTH."""
     SIZE: tl.constexpr = projected.dtype.element_ty.primitive_bitwidth // 8
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    chunk, block = tl.program_id(0), tl.program_id(1)
+    PARTS: tl.constexpr = CHUNK // TOKENS
+    chunk, block = tl.program_id(0) // PARTS, tl.program_id(1)
     row = tl.load(chunk_rows + chunk)
     if row >= 0:
         lane = tl.arange(0, BLOCK)
@@ -79,12 +80,11 @@ def _convolve(
         first = tl.load(query_starts + row)
         count = tl.load(query_starts + row + 1) - first
         begin = tl.load(context_lens + row) - count
-        place = tl.load(chunk_begins + chunk) + tl.arange(0, CHUNK)
+        place_begin = tl.load(chunk_begins + chunk) + tl.program_id(0) % PARTS * TOKENS
+        place = place_begin + tl.arange(0, TOKENS)
         exists = (place < count)[:, None] & inside[None, :]
         inputs = projected + first.to(tl.int64) * projected_stride + FIRST + channel[None, :]
-        table = table_of(tables, table_stride, rows, row)
-        at = ring_at(ring, ring_pages, ring_offsets, ring_stride, table, channel, inside, PIECE, SIZE)
-        total = tl.zeros((CHUNK, BLOCK), tl.float32)
+        total = tl.zeros((TOKENS, BLOCK), tl.float32)
         if bias is not None:
             total += tl.load(bias + channel, mask=inside, other=0.0).to(tl.float32)[None, :]
         for tap in tl.static_range(TAPS):
@@ -93,12 +93,17 @@ def _convolve(
             source = (place - back)[:, None]
             here = exists & (source >= 0)
             value = tl.load(inputs + source.to(tl.int64) * projected_stride, mask=here, other=0.0).to(tl.float32)
-            if back > 0:
-                position = begin + source
-                slot = tl.maximum(position, 0) % SLOTS
-                old = exists & (source < 0) & (position >= 0)
-                value += tl.load(at[None, :] + slot * PIECE, mask=old, other=0.0).to(tl.float32)
             total += value * weight[None, :]
+        if place_begin == 0:  # the first tokens' taps reach back to earlier steps
+            table = table_of(tables, table_stride, rows, row)
+            at = ring_at(ring, ring_pages, ring_offsets, ring_stride, table, channel, inside, PIECE, SIZE)
+            for tap in tl.static_range(TAPS - 1):
+                earlier = (place + tap - (TAPS - 1))[:, None]
+                position = begin + earlier
+                old = exists & (earlier < 0) & (position >= 0)
+                factor = tl.load(conv + tap * CHANNELS + channel, mask=inside, other=0.0).to(tl.float32)
+                kept = tl.load(at[None, :] + tl.maximum(position, 0) % SLOTS * PIECE, mask=old, other=0.0)
+                total += kept.to(tl.float32) * factor[None, :]
         total = silu(total)
         if block < NORMED:
             total *= tl.rsqrt(tl.sum(total * total, axis=1) + 1e-6)[:, None]
@@ -109,11 +114,11 @@ def _convolve(
 
 
 def convolve(
-    projected: torch.Tensor, layer: DeltaNet | Mamba2, states: States, step: StepRows, warps: int = 4
+    projected: torch.Tensor, layer: DeltaNet | Mamba2, states: States, step: StepRows, tokens: int = 16, warps: int = 4
 ) -> torch.Tensor:
     """silu of the convolution of the prompts' tokens [prompt tokens, channels]; of a delta net with q and k normed.
 
-    Bytes: the inputs once from memory (the taps' overlap is in cache), the outputs once.
+    Bytes: the inputs once from memory (the taps' overlap is in cache), the outputs once. `tokens`: those of a program.
     """
     chunks, places = plan_chunks(step), places_of(states)
     if isinstance(layer, DeltaNet):
@@ -122,11 +127,11 @@ def convolve(
         normed, width, last, scale = 0, 1, 128, 1.0
     blocks = normed + -(-(layer.channels - normed * width) // last)
     out = projected.new_empty(step.num_tokens - step.num_decodes, layer.channels)
-    _convolve[(len(chunks.rows), blocks)](
+    _convolve[(len(chunks.rows) * (CHUNK // tokens), blocks)](
         projected, projected.stride(0), layer.conv, layer.bias, out, out.stride(0), *places[4:8],
         *tables_of(step), step.query_starts, step.context_lens, chunks.rows, chunks.begins, step.num_decodes, scale,
         FIRST=layer.first_channel, CHANNELS=layer.channels, NORMED=normed, WIDTH=width, LAST_WIDTH=last,
-        BLOCK=power_of_two(max(width, last)), CHUNK=CHUNK, SLOTS=places.slots, PIECE=places.piece,
+        BLOCK=power_of_two(max(width, last)), CHUNK=CHUNK, TOKENS=tokens, SLOTS=places.slots, PIECE=places.piece,
         TAPS=len(layer.conv), num_warps=warps, **pdl(),
     )  # fmt: skip
     return out

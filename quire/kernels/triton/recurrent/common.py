@@ -1,6 +1,6 @@
 """What the kernels of recurrent layers share: places of states in pages, the ring of inputs, gates."""
 
-# ruff: noqa: N803, N806
+# ruff: noqa: N803
 
 from __future__ import annotations
 
@@ -63,9 +63,9 @@ def table_of(tables, table_stride, rows, row):
 
 @triton.jit
 def state_at(state, pages, offsets, page_stride, table, head):
-    """Pointer to the state of a head."""
+    """Pointer to the state of a head; pages and pieces begin at multiples of 16 bytes."""
     page = tl.load(table + tl.load(pages + head)).to(tl.int64)
-    return state + page * page_stride + tl.load(offsets + head) // 4
+    return state + tl.multiple_of(page * page_stride + tl.load(offsets + head) // 4, 4)
 
 
 @triton.jit

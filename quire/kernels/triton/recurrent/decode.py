@@ -13,6 +13,8 @@ them, and those that did have long ended.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -31,6 +33,23 @@ from quire.kernels.triton.recurrent.common import (
     table_of,
     tables_of,
 )
+
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    """Threads of a program, and registers of each.
+
+    Fewer registers than the compiler would take let several programs share a multiprocessor, so that one loads while
+    another computes.
+    """
+
+    warps: int = 4
+    registers: int = 168
+
+    @property
+    def options(self) -> dict[str, int]:
+        """Of a launch."""
+        return {"num_warps": self.warps, "maxnreg": self.registers}
 
 
 @triton.jit
@@ -75,10 +94,10 @@ def _delta_net_decode(
     inputs = projected + first.to(tl.int64) * projected_stride
     result = out + first.to(tl.int64) * (VALUE_HEADS * DV) + head * DV + v_lane
     if begin < 0:  # padding: no state, and outputs that disturb nothing
-        for place in range(0, count):
+        for place in range(count):
             tl.store(result + place * (VALUE_HEADS * DV), tl.zeros((VB,), tl.float32), mask=v_inside)
     else:
-        for place in range(0, 1 if SINGLE else count):
+        for place in range(1 if SINGLE else count):
             position = begin + place
             q = convolved(
                 inputs, projected_stride, q_at, conv, None, q_channel, CHANNELS, k_inside, place, position,
@@ -124,7 +143,7 @@ def delta_net_decode(
     out: torch.Tensor,
     num_rows: int,
     single: bool = True,
-    warps: int = 8,
+    config: DecodeConfig = DecodeConfig(),  # immutable
 ) -> None:
     """Rows 0 to num_rows of a step, into their tokens' rows of `out`.
 
@@ -136,7 +155,7 @@ def delta_net_decode(
         *places[:8], *tables_of(step), step.query_starts, step.context_lens, layer.key_dim**-0.5, layer.eps,
         KEY_HEADS=layer.key_heads, VALUE_HEADS=layer.value_heads, DK=layer.key_dim, DV=layer.value_dim,
         KB=power_of_two(layer.key_dim), VB=power_of_two(layer.value_dim), SLOTS=places.slots, PIECE=places.piece,
-        TAPS=len(layer.conv), SINGLE=single, num_warps=warps, **pdl(),
+        TAPS=len(layer.conv), SINGLE=single, **config.options, **pdl(),
     )  # fmt: skip
 
 
@@ -181,10 +200,10 @@ def _mamba2_decode(
     inputs = projected + first.to(tl.int64) * projected_stride + INNER
     result = out + first.to(tl.int64) * INNER + head * DIM + d_lane
     if begin < 0:  # padding
-        for place in range(0, count):
+        for place in range(count):
             tl.store(result + place * INNER, tl.zeros((DB,), tl.float32), mask=d_inside)
     else:
-        for place in range(0, 1 if SINGLE else count):
+        for place in range(1 if SINGLE else count):
             position = begin + place
             x = convolved(
                 inputs, projected_stride, x_at, conv, bias, x_channel, CHANNELS, d_inside, place, position,
@@ -219,7 +238,7 @@ def mamba2_decode(
     out: torch.Tensor,
     num_rows: int,
     single: bool = True,
-    warps: int = 4,
+    config: DecodeConfig = DecodeConfig(),  # immutable
 ) -> None:
     """As `delta_net_decode`."""
     places = places_of(states)
@@ -228,5 +247,5 @@ def mamba2_decode(
         *places[:8], *tables_of(step), step.query_starts, step.context_lens, *layer.dt_limit,
         HEADS=layer.heads, GROUPS=layer.groups, DIM=layer.head_dim, STATE=layer.state_dim,
         DB=power_of_two(layer.head_dim), SB=power_of_two(layer.state_dim), SLOTS=places.slots, PIECE=places.piece,
-        TAPS=len(layer.conv), SINGLE=single, num_warps=warps, **pdl(),
+        TAPS=len(layer.conv), SINGLE=single, **config.options, **pdl(),
     )  # fmt: skip

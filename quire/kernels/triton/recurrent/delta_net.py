@@ -8,7 +8,8 @@
 4. Norm and gate (`norm.py`).
 
 The inverse is computed block by block: from the inverses X of diagonal blocks of b rows, those of 2 b rows are
-X - X A' X, where A' is A within the larger blocks and outside the smaller. Unlike powers of A this is stable.
+X - X A' X, where A' is A within the larger blocks and outside the smaller. Unlike powers of A this is stable. It can
+begin with blocks of one row, or with larger ones that are inverted by substitution.
 
 Operations for a chunk of C tokens, of each head: 2 C^2 (3 dk + dv) + 4 C^3 log2(C) here, 2 C (3 dk dv + C dv) in the
 scan. Operands are in the activations' dtype, sums and states in float32.
@@ -45,11 +46,52 @@ class DeltaNetConfig:
     """Shapes of the kernels."""
 
     solve_warps: int = 4
-    solve_precision: str = "tf32x3"
+    solve_precision: str = "tf32"
+    solve_leaf: int = 1
+    """Rows of the blocks that are inverted by substitution."""
     scan_values: int = 32
     """Value dimensions of a program of the scan."""
     scan_warps: int = 4
     scan_stages: int = 2
+
+
+@triton.jit
+def _leaves(A, CHUNK: tl.constexpr, LEAF: tl.constexpr):
+    """The inverses of I + A within diagonal blocks of LEAF rows, by substitution; zeros outside of them."""
+    BLOCKS: tl.constexpr = CHUNK // LEAF
+    # [row's block, row, column's block, column] -> [block, row, column]
+    block = tl.arange(0, BLOCKS)
+    diagonal = (block[:, None] == block[None, :])[:, None, :, None]
+    M = tl.sum(tl.where(diagonal, tl.reshape(A, (BLOCKS, LEAF, BLOCKS, LEAF)), 0.0), axis=2)
+    line = tl.arange(0, LEAF)[None, :, None]
+    X = tl.where(line == tl.arange(0, LEAF)[None, None, :], 1.0, 0.0) + tl.zeros((BLOCKS, LEAF, LEAF), tl.float32)
+    for i in tl.static_range(1, LEAF):
+        of_row = tl.sum(tl.where(line == i, M, 0.0), axis=1)  # [block, column]
+        before = tl.sum(tl.where(line < i, of_row[:, :, None] * X, 0.0), axis=1)
+        X -= tl.where(line == i, before[:, None, :], 0.0)
+    return tl.reshape(tl.where(diagonal, X[:, :, None, :], 0.0), (CHUNK, CHUNK))
+
+
+@triton.jit
+def _inverse(A, CHUNK: tl.constexpr, LEAF: tl.constexpr, PRECISION: tl.constexpr):
+    """(I + A)^-1 for a strictly lower triangular A; diagonal blocks of LEAF rows by substitution."""
+    lane = tl.arange(0, CHUNK)
+    lower = lane[:, None] > lane[None, :]
+    A = tl.where(lower, A, 0.0)
+    if LEAF == 1:
+        X = tl.where(lane[:, None] == lane[None, :], 1.0, 0.0)
+    else:
+        X = _leaves(A, CHUNK, LEAF)
+    for level in tl.static_range(8):
+        if (1 << level) >= LEAF and (1 << level) < CHUNK:
+            apart = (lane[:, None] >> level) != (lane[None, :] >> level)
+            together = (lane[:, None] >> (level + 1)) == (lane[None, :] >> (level + 1))
+            part = tl.where(apart & together, A, 0.0)
+            if level == 0:
+                X -= part
+            else:
+                X -= tl.dot(tl.dot(X, part, input_precision=PRECISION), X, input_precision=PRECISION)
+    return X
 
 
 @triton.jit
@@ -58,7 +100,8 @@ def _solve(
     ring, ring_pages, ring_offsets, ring_stride,
     tables, table_stride, rows, query_starts, context_lens, chunk_rows, chunk_begins, skipped,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, CHUNK: tl.constexpr,
-    SLOTS: tl.constexpr, PIECE: tl.constexpr, PRECISION: tl.constexpr, SOLVE: tl.constexpr, PDL: tl.constexpr,
+    SLOTS: tl.constexpr, PIECE: tl.constexpr, PRECISION: tl.constexpr, SOLVE: tl.constexpr,
+    LEAF: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     REPEAT: tl.constexpr = VALUE_HEADS // KEY_HEADS
     CHANNELS: tl.constexpr = 2 * KEY_HEADS * DK + VALUE_HEADS * DV
@@ -87,34 +130,26 @@ def _solve(
         k_lane, v_lane = tl.arange(0, DK), tl.arange(0, DV)
         line = mixed + packed[:, None] * CHANNELS
         q_at = line + head // REPEAT * DK + k_lane[None, :]
-        q = tl.load(q_at, mask=exists[:, None], other=0.0)
         k = tl.load(q_at + KEY_HEADS * DK, mask=exists[:, None], other=0.0)
-        v = tl.load(line + 2 * KEY_HEADS * DK + head * DV + v_lane[None, :], mask=exists[:, None], other=0.0)
         lower = lane[:, None] >= lane[None, :]
         # Above the diagonal the difference is positive, and e to it may overflow.
         between = tl.where(lower, tl.exp(tl.where(lower, total[:, None] - total[None, :], 0.0)), 0.0)
-        A = tl.dot(k, tl.trans(k), input_precision=PRECISION) * between * beta[:, None]
-        P = tl.dot(q, tl.trans(k), input_precision=PRECISION) * between
-
-        X = tl.where(lane[:, None] == lane[None, :], 1.0, 0.0)
-        for level in tl.static_range(8):
-            if (1 << level) < CHUNK:
-                small = (lane[:, None] >> level) != (lane[None, :] >> level)
-                large = (lane[:, None] >> (level + 1)) == (lane[None, :] >> (level + 1))
-                part = tl.where(small & large & lower, A, 0.0)
-                if level == 0:
-                    X -= part
-                else:
-                    X -= tl.dot(tl.dot(X, part, input_precision=SOLVE), X, input_precision=SOLVE)
-        X = X.to(k.dtype)
-        U = tl.dot(X, (v.to(tl.float32) * beta[:, None]).to(v.dtype), input_precision=PRECISION)
-        weighted = (k.to(tl.float32) * (beta * tl.exp(total))[:, None]).to(k.dtype)
-        W = tl.dot(X, weighted, input_precision=PRECISION)
         place_of = packed * VALUE_HEADS + head
-        tl.store(values + place_of[:, None] * DV + v_lane[None, :], U, mask=exists[:, None])
-        tl.store(keys + place_of[:, None] * DK + k_lane[None, :], W, mask=exists[:, None])
+        q = tl.load(q_at, mask=exists[:, None], other=0.0)
+        P = tl.dot(q, tl.trans(k), input_precision=PRECISION) * between
         tl.store(scores + place_of[:, None] * CHUNK + lane[None, :], P, mask=exists[:, None])
         tl.store(totals + place_of, total, mask=exists)
+        A = tl.dot(k, tl.trans(k), input_precision=PRECISION) * between * beta[:, None]
+        X = _inverse(A, CHUNK, LEAF, SOLVE).to(q.dtype)
+
+        # Loaded again rather than held in registers meanwhile.
+        k = tl.load(q_at + KEY_HEADS * DK, mask=exists[:, None], other=0.0)
+        weighted = (k.to(tl.float32) * (beta * tl.exp(total))[:, None]).to(k.dtype)
+        W = tl.dot(X, weighted, input_precision=PRECISION)
+        tl.store(keys + place_of[:, None] * DK + k_lane[None, :], W, mask=exists[:, None])
+        v = tl.load(line + 2 * KEY_HEADS * DK + head * DV + v_lane[None, :], mask=exists[:, None], other=0.0)
+        U = tl.dot(X, (v.to(tl.float32) * beta[:, None]).to(v.dtype), input_precision=PRECISION)
+        tl.store(values + place_of[:, None] * DV + v_lane[None, :], U, mask=exists[:, None])
 
         # The convolution, which read the ring, has ended.
         if chunk_begin + CHUNK >= count:
@@ -122,16 +157,16 @@ def _solve(
             begin = tl.maximum(tl.load(context_lens + row) - count, 0)
             inputs = projected + first.to(tl.int64) * projected_stride
             every_k, every_v = k_lane < DK, v_lane < DV
-            channel = 2 * KEY_HEADS * DK + head * DV + v_lane
-            at = ring_at(ring, ring_pages, ring_offsets, ring_stride, table, channel, every_v, PIECE, SIZE)
-            keep_inputs(inputs, projected_stride, at, channel, every_v, begin, count, SLOTS, PIECE)
+            v_channel = 2 * KEY_HEADS * DK + head * DV + v_lane
+            v_ring = ring_at(ring, ring_pages, ring_offsets, ring_stride, table, v_channel, every_v, PIECE, SIZE)
+            keep_inputs(inputs, projected_stride, v_ring, v_channel, every_v, begin, count, SLOTS, PIECE)
             if head % REPEAT == 0:
-                channel = head // REPEAT * DK + k_lane
-                at = ring_at(ring, ring_pages, ring_offsets, ring_stride, table, channel, every_k, PIECE, SIZE)
-                keep_inputs(inputs, projected_stride, at, channel, every_k, begin, count, SLOTS, PIECE)
-                channel += KEY_HEADS * DK
-                at = ring_at(ring, ring_pages, ring_offsets, ring_stride, table, channel, every_k, PIECE, SIZE)
-                keep_inputs(inputs, projected_stride, at, channel, every_k, begin, count, SLOTS, PIECE)
+                q_channel = head // REPEAT * DK + k_lane
+                q_ring = ring_at(ring, ring_pages, ring_offsets, ring_stride, table, q_channel, every_k, PIECE, SIZE)
+                keep_inputs(inputs, projected_stride, q_ring, q_channel, every_k, begin, count, SLOTS, PIECE)
+                k_channel = q_channel + KEY_HEADS * DK
+                k_ring = ring_at(ring, ring_pages, ring_offsets, ring_stride, table, k_channel, every_k, PIECE, SIZE)
+                keep_inputs(inputs, projected_stride, k_ring, k_channel, every_k, begin, count, SLOTS, PIECE)
 
 
 @triton.jit
@@ -172,9 +207,7 @@ def _scan(
             u = tl.load(values + (base + of_head) * DV + v_lane[None, :], mask=inside, other=0.0)
             p = tl.load(scores + (base + of_head) * CHUNK + lane[None, :], mask=inside, other=0.0)
             q = tl.load(line + at_token[:, None] * CHANNELS + k_lane[None, :], mask=inside, other=0.0)
-            k = tl.load(
-                line + at_token[:, None] * CHANNELS + KEY_HEADS * DK + k_lane[None, :], mask=inside, other=0.0
-            )
+            k = tl.load(line + at_token[:, None] * CHANNELS + KEY_HEADS * DK + k_lane[None, :], mask=inside, other=0.0)
             total = tl.load(totals + base + at_token * VALUE_HEADS, mask=exists, other=0.0)
             end = tl.minimum(chunk_begin + CHUNK, count) - 1
             last = tl.load(totals + base + end.to(tl.int64) * VALUE_HEADS)
@@ -214,7 +247,8 @@ def delta_net_prompts(
         mixed, projected, projected.stride(0), layer.decay, layer.dt_bias, values, keys, scores, totals,
         *places[4:8], *tables_of(step), step.query_starts, step.context_lens, chunks.rows, chunks.begins, skipped,
         **shape, SLOTS=places.slots, PIECE=places.piece, PRECISION=precision,
-        SOLVE="ieee" if precision == "ieee" else config.solve_precision, num_warps=config.solve_warps, **pdl(),
+        SOLVE="ieee" if precision == "ieee" else config.solve_precision, LEAF=config.solve_leaf,
+        num_warps=config.solve_warps, **pdl(),
     )  # fmt: skip
     raw = values  # each program of the scan has read its part of a chunk before it writes the outputs there
     _scan[(chunks.num_rows * heads * (dv // config.scan_values),)](

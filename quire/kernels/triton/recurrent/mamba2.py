@@ -99,16 +99,16 @@ def _scan(
         begin = tl.maximum(begin, 0)
         inputs = projected + first.to(tl.int64) * projected_stride + INNER
         every_d, every_s = d_lane < DIM, s_lane < STATE
-        channel = head * DIM + d_lane
-        at = ring_at(ring, ring_pages, ring_offsets, ring_stride, table, channel, every_d, PIECE, SIZE)
-        keep_inputs(inputs, projected_stride, at, channel, every_d, begin, count, SLOTS, PIECE)
+        x_channel = head * DIM + d_lane
+        x_at = ring_at(ring, ring_pages, ring_offsets, ring_stride, table, x_channel, every_d, PIECE, SIZE)
+        keep_inputs(inputs, projected_stride, x_at, x_channel, every_d, begin, count, SLOTS, PIECE)
         if head % SHARE == 0:
-            channel = INNER + group * STATE + s_lane
-            at = ring_at(ring, ring_pages, ring_offsets, ring_stride, table, channel, every_s, PIECE, SIZE)
-            keep_inputs(inputs, projected_stride, at, channel, every_s, begin, count, SLOTS, PIECE)
-            channel += GROUPS * STATE
-            at = ring_at(ring, ring_pages, ring_offsets, ring_stride, table, channel, every_s, PIECE, SIZE)
-            keep_inputs(inputs, projected_stride, at, channel, every_s, begin, count, SLOTS, PIECE)
+            b_channel = INNER + group * STATE + s_lane
+            b_ring = ring_at(ring, ring_pages, ring_offsets, ring_stride, table, b_channel, every_s, PIECE, SIZE)
+            keep_inputs(inputs, projected_stride, b_ring, b_channel, every_s, begin, count, SLOTS, PIECE)
+            c_channel = b_channel + GROUPS * STATE
+            c_ring = ring_at(ring, ring_pages, ring_offsets, ring_stride, table, c_channel, every_s, PIECE, SIZE)
+            keep_inputs(inputs, projected_stride, c_ring, c_channel, every_s, begin, count, SLOTS, PIECE)
 
 
 def mamba2_prompts(
