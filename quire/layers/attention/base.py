@@ -25,8 +25,6 @@ class KVSpec:
     num_layers: int
     num_kv_heads: int
     head_dim: int
-    latent_width: int = 0
-    """Latent attention: values a token, in place of keys and values by head."""
 
 
 @dataclass(frozen=True)
