@@ -299,6 +299,10 @@ class QuantizedExperts:
         return collected
 
 
+SHARED_EXPERTS = tuple(f"mlp.shared_experts.{name}_proj.weight" for name in ("gate", "up", "down"))
+"""Names of the tensors of shared experts, relative to the decoder layer."""
+
+
 def shared_targets(gate_up: torch.Tensor, down: torch.Tensor, share: ExpertShare) -> dict[str, list[AnyTarget]]:
     """The tensors of shared experts, held as stacks [shared, 2 * width kept, hidden] and [shared, hidden, width kept].
 
@@ -309,16 +313,13 @@ def shared_targets(gate_up: torch.Tensor, down: torch.Tensor, share: ExpertShare
     width, features, hidden = share.total_width, share.features, down.shape[1]
     tall, wide = (len(gate_up) * width, hidden), (hidden, len(gate_up) * width)
     halves = gate_up.split(share.width, dim=1)
-    collected: dict[str, list[AnyTarget]] = {
-        f"mlp.shared_experts.{name}_proj.weight": [] for name in ("gate", "up", "down")
-    }
+    collected: dict[str, list[AnyTarget]] = {name: [] for name in SHARED_EXPERTS}
     for place in range(len(gate_up)):
         rows = slice(place * width + features.start, place * width + features.stop)
-        for name, half in zip(("gate", "up"), halves, strict=True):
-            keep = _unless_whole((rows,), tall[:1])
-            collected[f"mlp.shared_experts.{name}_proj.weight"].append(Target(half[place], tall, keep))
+        for name, half in zip(SHARED_EXPERTS[:2], halves, strict=True):
+            collected[name].append(Target(half[place], tall, _unless_whole((rows,), tall[:1])))
         keep = _unless_whole((slice(0, hidden), rows), wide)
-        collected["mlp.shared_experts.down_proj.weight"].append(Target(down[place], wide, keep))
+        collected[SHARED_EXPERTS[2]].append(Target(down[place], wide, keep))
     return collected
 
 
