@@ -47,7 +47,6 @@ class ModelConfig:
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> ModelConfig:
         """Read the fields of a Hugging Face config.json."""
-        raw = {**_FAMILY_DEFAULTS.get(raw.get("model_type", ""), {}), **raw}
         architectures = raw.get("architectures") or []
         if not architectures:
             raise UnsupportedModelError(
@@ -55,6 +54,7 @@ class ModelConfig:
                 "config.json needs an 'architectures' list"
             )
         raw = _text_part(raw)
+        raw = {**_FAMILY_DEFAULTS.get(raw.get("model_type", ""), {}), **raw}
         hidden = positive_integer(raw, "hidden_size", "n_embd")
         layers = positive_integer(raw, "num_hidden_layers", "n_layer")
         heads = positive_integer(raw, "num_attention_heads", "n_head")
@@ -92,9 +92,24 @@ _TIED_BY_DEFAULT = {"gpt2": True}
 _FAMILY_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "cohere": {"tie_word_embeddings": True, "rope_theta": 500000.0, "logit_scale": 0.0625},
     "cohere2": {"tie_word_embeddings": True, "logit_scale": 0.0625, "sliding_window": 4096},
+    "deepseek_v2": {"rms_norm_eps": 1e-6, "n_shared_experts": 2},
+    "deepseek_v3": {
+        "rms_norm_eps": 1e-6,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 3,
+        "n_group": 8,
+        "topk_group": 4,
+        "routed_scaling_factor": 2.5,
+        "norm_topk_prob": True,
+    },
     "falcon": {"tie_word_embeddings": True, "max_position_embeddings": 2048},
+    "glm": {"rms_norm_eps": 1.5625e-07, "head_dim": 128, "num_key_value_heads": 2, "attention_bias": True},
+    "glm4": {"rms_norm_eps": 1.5625e-07, "head_dim": 128, "num_key_value_heads": 2, "attention_bias": True},
+    "glm4_moe": {"n_shared_experts": 1, "first_k_dense_replace": 1},
+    "glm4_moe_lite": {"n_shared_experts": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 1.8},
     "granite": {"rms_norm_eps": 1e-6},
     "granitemoe": {"rms_norm_eps": 1e-6},
+    "minimax_m2": {"rope_theta": 5000000.0, "rms_norm_eps": 1e-6},
     "olmo3": {"rope_theta": 500000.0, "sliding_window": 4096},
     "opt": {"tie_word_embeddings": True, "max_position_embeddings": 2048},
     "smollm3": {"tie_word_embeddings": True, "rope_theta": 2000000.0, "rms_norm_eps": 1e-6},
@@ -109,7 +124,8 @@ _WINDOWED = frozenset(
 _WINDOW_PATTERN_BY_DEFAULT = {"cohere2": 4, "olmo3": 4}
 _WINDOW_BY_DEFAULT = {"gpt_oss": 128, "mistral": 4096}
 _QUARTER_ROTARY = ("gpt_neox", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
-_ROTARY_PART_BY_DEFAULT = {**dict.fromkeys(_QUARTER_ROTARY, 0.25), "bamba": 0.5}
+_HALF_ROTARY = ("bamba", "glm", "glm4", "glm4_moe")
+_ROTARY_PART_BY_DEFAULT = dict.fromkeys(_QUARTER_ROTARY, 0.25) | dict.fromkeys(_HALF_ROTARY, 0.5)
 _FULL_LAYERS_BY_DEFAULT = 28
 _LEARNED_POSITIONS = frozenset({"gpt2", "opt"})
 _LAYER_KINDS = ("full_attention", "sliding_attention")
@@ -190,6 +206,8 @@ def _rope(raw: Mapping[str, Any], kind: str) -> dict[str, Any]:
         given["rope_type"] = "longrope"
     given.setdefault("rope_theta", _first(raw, "rope_theta", "rotary_emb_base", default=10000.0))
     part = _ROTARY_PART_BY_DEFAULT.get(family, 1.0)
+    if family == "minimax_m2" and raw.get("rotary_dim"):
+        part = raw["rotary_dim"] / raw["head_dim"]
     given.setdefault("partial_rotary_factor", _first(raw, "partial_rotary_factor", "rotary_pct", default=part))
     return given
 

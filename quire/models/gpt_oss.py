@@ -13,8 +13,6 @@ from quire.kernels.gates import ExpertVariant
 from quire.kernels.weights.base import QuantizedWeight
 from quire.layers.attention.layer import Sinks
 from quire.layers.build_context import BuildContext
-from quire.layers.caches import AttentionCache, LayerCache
-from quire.layers.linear import Heads
 from quire.layers.moe import Routing, SparseMLP
 from quire.loading.weights import AnyTarget, Assembly, AssemblyPart, Target
 from quire.models.llama import LlamaAttention, LlamaForCausalLM, LlamaVariant
@@ -27,9 +25,9 @@ _SWIGLU = {"swiglu_limit": 7.0, "swiglu_alpha": 1.702}
 class GptOssAttention(LlamaAttention):
     """Attention with a learned logit a head that takes a share of every softmax."""
 
-    def __init__(self, build: BuildContext, variant: LlamaVariant, layer: int, cos_sin: torch.Tensor) -> None:
+    def __init__(self, build: BuildContext, variant: LlamaVariant, layer: int, cos_sin: torch.Tensor | None) -> None:
         super().__init__(build, variant, layer, cos_sin)
-        self.sinks = Sinks(build, Heads.of_rank(build), "sinks")
+        self.sinks = Sinks(build, self.heads, "sinks")
         self.attention.spec = replace(self.attention.spec, sinks=self.sinks.weight)
 
 
@@ -118,19 +116,8 @@ class GptOssForCausalLM(LlamaForCausalLM):
         def experts(build: BuildContext, layer: int) -> nn.Module:
             return GptOssExperts(build, routing, layer)
 
-        def attention(build: BuildContext, layer: int, cos_sin: torch.Tensor) -> nn.Module:
-            return GptOssAttention(build, variant, layer, cos_sin)
-
         bias = bool(config.raw.get("attention_bias", True))
-        variant = LlamaVariant(bias, bias, attention=attention, mlp=experts)
-        super().__init__(build, variant)
-
-    @property
-    def caches(self) -> list[LayerCache]:
-        """What each layer of the whole model keeps."""
-        build, kv_heads = self.build, len(Heads.of_rank(self.build).kv)
-        windows = build.config.windows
-        return [AttentionCache(kv_heads, build.config.head_dim, build.kv_format, window) for window in windows]
+        super().__init__(build, LlamaVariant(bias, bias, attention=GptOssAttention, mlp=experts))
 
 
 def _packed(

@@ -14,6 +14,7 @@ from quire.kernels.kv import LayerKV
 from quire.layers.attention.base import AttentionInputs, KVSpec, LastTokens
 from quire.layers.attention.layer import Attention
 from quire.layers.build_context import BuildContext
+from quire.layers.caches import AttentionCache, LayerCache
 from quire.layers.embedding import LMHead, VocabEmbedding
 from quire.layers.linear import GateUpLinear, Heads, QKVLinear, RowParallelLinear
 from quire.layers.norm import LayerNorm, RMSNorm
@@ -241,6 +242,13 @@ class LlamaForCausalLM(nn.Module):
             or (name.startswith("model.norm.") and not ranks.is_last_stage)
             or in_other_stage(name, "model.layers", self.build)
         )
+
+    @property
+    def caches(self) -> Sequence[LayerCache]:
+        """What each layer of the whole model keeps, on this rank."""
+        build, kv_heads = self.build, len(Heads.of_rank(self.build).kv)
+        windows = build.config.windows
+        return [AttentionCache(kv_heads, build.config.head_dim, build.kv_format, window) for window in windows]
 
     @property
     def kv_shape(self) -> KVSpec:

@@ -7,17 +7,22 @@ from quire.models.base import CausalLM
 from quire.registry import resolve
 
 _KNOWN = {
-    "DeepseekV2ForCausalLM": "quire.models.deepseek.DeepseekV2ForCausalLM",
-    "DeepseekV3ForCausalLM": "quire.models.deepseek.DeepseekV3ForCausalLM",
     "Cohere2ForCausalLM": "quire.models.cohere.CohereForCausalLM",
     "CohereForCausalLM": "quire.models.cohere.CohereForCausalLM",
+    "DeepseekV2ForCausalLM": "quire.models.deepseek.DeepseekV2ForCausalLM",
+    "DeepseekV3ForCausalLM": "quire.models.deepseek.DeepseekV3ForCausalLM",
     "FalconForCausalLM": "quire.models.falcon.FalconForCausalLM",
+    "GlmForCausalLM": "quire.models.glm.GlmForCausalLM",
+    "Glm4ForCausalLM": "quire.models.glm.Glm4ForCausalLM",
+    "Glm4MoeForCausalLM": "quire.models.glm.Glm4MoeForCausalLM",
+    "Glm4MoeLiteForCausalLM": "quire.models.glm.Glm4MoeLiteForCausalLM",
     "GPT2LMHeadModel": "quire.models.gpt2.GPT2LMHeadModel",
-    "GptOssForCausalLM": "quire.models.gpt_oss.GptOssForCausalLM",
     "GPTNeoXForCausalLM": "quire.models.gpt_neox.GPTNeoXForCausalLM",
+    "GptOssForCausalLM": "quire.models.gpt_oss.GptOssForCausalLM",
     "GraniteForCausalLM": "quire.models.granite.GraniteForCausalLM",
     "GraniteMoeForCausalLM": "quire.models.granite.GraniteMoeForCausalLM",
     "LlamaForCausalLM": "quire.models.llama.LlamaForCausalLM",
+    "MiniMaxM2ForCausalLM": "quire.models.minimax_m2.MiniMaxM2ForCausalLM",
     "Ministral3ForCausalLM": "quire.models.ministral.Ministral3ForCausalLM",
     "MinistralForCausalLM": "quire.models.ministral.MinistralForCausalLM",
     "MistralForCausalLM": "quire.models.mistral.MistralForCausalLM",
@@ -42,6 +47,12 @@ _KNOWN = {
     "Qwen3_5ForConditionalGeneration": "quire.models.qwen3_5.Qwen3_5ForConditionalGeneration",
     "Qwen3_5MoeForCausalLM": "quire.models.qwen3_5.Qwen3_5MoeForCausalLM",
     "Qwen3_5MoeForConditionalGeneration": "quire.models.qwen3_5.Qwen3_5MoeForConditionalGeneration",
+    "Qwen3ForCausalLM": "quire.models.qwen3.Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM": "quire.models.qwen3_moe.Qwen3MoeForCausalLM",
+    "Qwen3NextForCausalLM": "quire.models.qwen3_next.Qwen3NextForCausalLM",
+    "SmolLM3ForCausalLM": "quire.models.smollm3.SmolLM3ForCausalLM",
+    "StableLmForCausalLM": "quire.models.stablelm.StableLmForCausalLM",
+    "Starcoder2ForCausalLM": "quire.models.starcoder2.Starcoder2ForCausalLM",
 }
 
 

@@ -148,7 +148,8 @@ class PlanWriter:
     def write(self, builder: StepBuilder, decodes: NDArray[np.int64]) -> tuple[StepPlan, InFlightStep]:
         """The plan of the step, and what is needed to apply its result. Counts its tokens as computed."""
         table, rows = self._requests, self._requests.rows
-        added = [_new_row(request, int(rows.computed[request.row])) for request in builder.admitted]
+        by_row = not table.tables.has_full  # the device finds no token ids in blocks
+        added = [_new_row(request, int(rows.computed[request.row]), by_row) for request in builder.admitted]
         rows.plan_decodes(decodes)
         requests: list[Request] = [rows.requests[row] for row in decodes.tolist()]
         draws, samples, sample_rows = list(requests), list(range(len(decodes))), decodes.tolist()
@@ -222,7 +223,7 @@ def _ints(values: list[int]) -> Ints:
     return np.array(values, dtype=np.int32)
 
 
-def _new_row(request: Request, cached: int) -> NewRow:
+def _new_row(request: Request, cached: int, with_tokens: bool) -> NewRow:
     source = request.source
     return NewRow(
         row=request.row,
@@ -237,4 +238,5 @@ def _new_row(request: Request, cached: int) -> NewRow:
         stop_ids=source.stop_ids,
         bad_words=source.bad_words,
         pooling=None if source.pooling is None else source.pooling.pooling,
+        computed=_ints(request.tokens(0, cached) if with_tokens else []),
     )

@@ -17,8 +17,8 @@ from quire.config import EngineConfig
 from quire.distributed.groups import Ranks
 from quire.errors import UnsupportedModelError
 from quire.kernels.base import Ops
-from quire.kernels.kv import KVFormat
 from quire.kernels.gates import PLAIN_EXPERTS, ExpertVariant
+from quire.kernels.kv import KVFormat
 from quire.kernels.routing import RouteRule
 from quire.kernels.weights.base import Weight
 from quire.layers.build_context import collect_targets

@@ -125,11 +125,22 @@ def model_geometry(model: Any, block_size: int, format: KVFormat | None = None) 
     caches: Sequence[LayerCache] | None = getattr(model, "caches", None)
     if caches is None:
         return plain_geometry(model.kv_shape, block_size, format or model.build.kv_format)
-    ranks = model.build.ranks
+    ranks, longest = model.build.ranks, model.build.max_model_len
+    # A window that no sequence outgrows keeps every token.
+    caches = [_kept_whole(cache) if _window(cache) >= longest else cache for cache in caches]
     stages: Sequence[range] | None = getattr(model, "cache_stages", None)
     if stages is None:
         stages = [replace(ranks, pp_rank=stage).layers(len(caches)) for stage in range(ranks.pp_size)]
     return make_geometry(caches, block_size, stages, ranks.pp_rank)
+
+
+def _window(cache: LayerCache) -> int:
+    """The window of a layer, 0 if it has none."""
+    return cache.window or 0 if isinstance(cache, AttentionCache) else 0
+
+
+def _kept_whole(cache: LayerCache) -> LayerCache:
+    return replace(cache, window=None) if isinstance(cache, AttentionCache) else cache
 
 
 def assign_groups(model: nn.Module, geometry: CacheGeometry) -> None:
@@ -205,9 +216,7 @@ Lifetime = tuple[Literal["full", "window", "state"], int]
 def _kind(cache: LayerCache) -> Lifetime:
     if isinstance(cache, StateCache):
         return "state", 0
-    if isinstance(cache, AttentionCache) and cache.window is not None:
-        return "window", cache.window
-    return "full", 0
+    return ("window", window) if (window := _window(cache)) else ("full", 0)
 
 
 def _block_bytes(cache: LayerCache, block_size: int) -> int:

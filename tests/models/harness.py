@@ -98,6 +98,8 @@ def checkpoint_tensors(reference: Any) -> dict[str, torch.Tensor]:
         tensors = {name.replace("model.", "backbone.", 1): tensor for name, tensor in tensors.items()}
     if type(reference).__name__ == "GPTNeoXForCausalLM" and "lm_head.weight" in tensors:
         tensors["embed_out.weight"] = tensors.pop("lm_head.weight")
+    if type(reference).__name__ == "MiniMaxM2ForCausalLM":  # loading renames the rest of the mixture too
+        tensors = {name.replace("mlp.e_score", "block_sparse_moe.e_score"): tensor for name, tensor in tensors.items()}
     return tensors
 
 

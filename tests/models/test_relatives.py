@@ -107,6 +107,24 @@ def test_olmo3_scales_only_layers_without_a_window_in_old_files() -> None:
     assert_same(in_chunks(ours, PROMPTS["long"], 29), reference_logits(theirs, PROMPTS["long"]))
 
 
+def test_minimax_m2_by_its_published_config_and_names() -> None:
+    theirs = reference("minimax-m2")
+    config = model_config(theirs)
+    raw = {key: value for key, value in config.raw.items() if key != "rope_parameters"}
+    ours = empty_model(ModelConfig.from_dict(raw | {"rope_theta": 500.0, "rotary_dim": 4}))
+    tensors = {}
+    for name, tensor in checkpoint_tensors(theirs).items():
+        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            stem = name.rpartition("mlp.")[0] + "block_sparse_moe.experts"
+            for number, expert in enumerate(tensor):
+                parts = {"w1": expert[:48], "w3": expert[48:]} if "gate_up" in name else {"w2": expert}
+                tensors |= {f"{stem}.{number}.{key}.weight": part for key, part in parts.items()}
+        else:
+            tensors[name.replace("mlp.gate", "block_sparse_moe.gate")] = tensor
+    load(ours, tensors)
+    assert_same(in_chunks(ours, PROMPTS["long"], 29), reference_logits(theirs, PROMPTS["long"]))
+
+
 @pytest.mark.parametrize(
     ("family", "architecture", "tied", "position"),
     [("falcon", "FalconForCausalLM", True, 2048), ("olmo2", "Olmo2ForCausalLM", False, 64)],
@@ -127,6 +145,8 @@ def test_fields_that_equal_a_familys_default_may_be_missing(
         ("opt", {"word_embed_proj_dim": 16}, "word_embed_proj_dim"),
         ("starcoder2", {"hidden_act": "xielu"}, "xielu"),
         ("cohere", {"hidden_act": "gelu"}, "gelu"),
+        ("minimax-m2", {"qk_norm_type": "per_head"}, "qk_norm_type"),
+        ("minimax-m2", {"attn_type_list": [1, 0]}, "attn_type_list"),
         ("phi3", {"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0]}}, "4 numbers as 'long_factor'"),
     ],
 )

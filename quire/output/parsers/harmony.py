@@ -145,7 +145,7 @@ class HarmonyParser(_Messages, CallParser):
     needs_special_tokens = True
     notation = (
         "To call one, answer with a message to it:\n"
-        '<|channel|>commentary to=functions.a tool\'s name <|constrain|>json<|message|>{"a parameter": "its value"}'
+        '<|channel|>commentary to=functions.tool_name <|constrain|>json<|message|>{"a_parameter": "its value"}'
         "<|call|>\nWhere no tool helps, answer in plain words."
     )
 

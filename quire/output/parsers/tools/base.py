@@ -274,11 +274,8 @@ def as_arguments(value: str | None) -> str | None:
 def to_json(value: Any) -> str:
     """A value as JSON that can be sent as UTF-8. Raises ValueError for one that JSON cannot represent."""
     written = json.dumps(value, ensure_ascii=False, allow_nan=False)
-    try:
-        written.encode()
-    except UnicodeEncodeError:  # a lone surrogate: only its escape can be sent
-        return json.dumps(value)
-    return written
+    # Of a lone surrogate only the escape can be sent.
+    return _SURROGATES.sub(lambda found: f"\\u{ord(found[0]):04x}", written)
 
 
 TOOL_PARSERS = {

@@ -22,12 +22,13 @@ class SectionParser(CallParser):
     section_end: ClassVar[str]
 
     def _calls(self, opener: str) -> Reads[None]:
+        first = self._count
         yield from self._skip_spaces()
         while (yield from self._take_word(self.begin)):
             if not (yield from self._call()):
                 return
             yield from self._skip_spaces()
-        if (yield from self._take_word(self.section_end)):
+        if (yield from self._take_word(self.section_end)) and self._count > first:  # an empty section is text
             self._held.clear()
 
     def _call(self) -> Reads[bool]:
@@ -61,7 +62,7 @@ class DeepSeekV31Parser(SectionParser):
     section_end = "<｜tool▁calls▁end｜>"
     notation = (
         "To call tools, answer with their names and arguments between these marks:\n"
-        '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>a tool\'s name<｜tool▁sep｜>{"a parameter": "its value"}'
+        '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>tool_name<｜tool▁sep｜>{"a_parameter": "its value"}'
         "<｜tool▁call▁end｜><｜tool▁calls▁end｜>\nWhere no tool helps, answer in plain words."
     )
 
@@ -71,8 +72,8 @@ class DeepSeekV3Parser(DeepSeekV31Parser):
 
     notation = (
         "To call tools, answer with their names and arguments between these marks:\n"
-        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>a tool's name\n"
-        '```json\n{"a parameter": "its value"}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>\n'
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>tool_name\n"
+        '```json\n{"a_parameter": "its value"}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>\n'
         "Where no tool helps, answer in plain words."
     )
 
@@ -101,8 +102,8 @@ class KimiK2Parser(SectionParser):
     section_end = "<|tool_calls_section_end|>"
     notation = (
         "To call tools, answer with their names and arguments between these marks:\n"
-        "<|tool_calls_section_begin|><|tool_call_begin|>functions.a tool's name:0<|tool_call_argument_begin|>"
-        '{"a parameter": "its value"}<|tool_call_end|><|tool_calls_section_end|>\n'
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.tool_name:0<|tool_call_argument_begin|>"
+        '{"a_parameter": "its value"}<|tool_call_end|><|tool_calls_section_end|>\n'
         "Where no tool helps, answer in plain words."
     )
 

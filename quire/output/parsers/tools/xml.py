@@ -97,7 +97,7 @@ class Qwen3CoderParser(XmlParser):
     _name = re.compile(r"[^\s<>=]+")
     notation = (
         "To call one, answer with its name and parameters in these tags, once for each call:\n<tool_call>\n"
-        "<function=a tool's name>\n<parameter=a parameter>\nits value\n</parameter>\n</function>\n</tool_call>\n"
+        "<function=tool_name>\n<parameter=a_parameter>\nits value\n</parameter>\n</function>\n</tool_call>\n"
         "Where no tool helps, answer in plain words."
     )
 
@@ -137,7 +137,7 @@ class SeedOssParser(Qwen3CoderParser):
     padding = ""
     notation = (
         "To call one, answer with its name and parameters in these tags, once for each call:\n<seed:tool_call>\n"
-        "<function=a tool's name>\n<parameter=a parameter>its value</parameter>\n</function>\n</seed:tool_call>\n"
+        "<function=tool_name>\n<parameter=a_parameter>its value</parameter>\n</function>\n</seed:tool_call>\n"
         "Where no tool helps, answer in plain words."
     )
 
@@ -150,8 +150,8 @@ class Glm45Parser(XmlParser):
     _name = re.compile(r"[^\s<>{}\[\]]+")
     _key = re.compile(r"[^<]+")
     notation = (
-        "To call one, answer with its name and arguments in these tags, once for each call:\n<tool_call>a tool's name\n"
-        "<arg_key>a parameter</arg_key>\n<arg_value>its value</arg_value>\n</tool_call>\n"
+        "To call one, answer with its name and arguments in these tags, once for each call:\n<tool_call>tool_name\n"
+        "<arg_key>a_parameter</arg_key>\n<arg_value>its value</arg_value>\n</tool_call>\n"
         "Where no tool helps, answer in plain words."
     )
 
@@ -188,18 +188,19 @@ class MiniMaxM2Parser(XmlParser):
     _name = re.compile(r"[^<>\"\n]+")
     notation = (
         "To call tools, answer with their names and parameters in these tags:\n<minimax:tool_call>\n"
-        '<invoke name="a tool\'s name">\n<parameter name="a parameter">its value</parameter>\n</invoke>\n'
+        '<invoke name="tool_name">\n<parameter name="a_parameter">its value</parameter>\n</invoke>\n'
         "</minimax:tool_call>\nWhere no tool helps, answer in plain words."
     )
 
     def _calls(self, opener: str) -> Reads[None]:
+        first = self._count
         yield from self._skip_spaces()
         while (yield from self._take_word(f'<{self.mark}invoke name="')):
             name = yield from self._take_until(self._name, '">')
             if not self._accepts(name, is_marked=True) or not (yield from self._invoke(name)):
                 return
             yield from self._skip_spaces()
-        if (yield from self._take_word(self.wrapper_end)):
+        if (yield from self._take_word(self.wrapper_end)) and self._count > first:  # an empty wrapper is text
             self._held.clear()
 
     def _invoke(self, name: str) -> Reads[bool]:
@@ -235,7 +236,7 @@ class DeepSeekV32Parser(MiniMaxM2Parser):
     needs_special_tokens = True
     notation = (
         "To call tools, answer with their names and parameters in these tags:\n<｜DSML｜function_calls>\n"
-        '<｜DSML｜invoke name="a tool\'s name">\n<｜DSML｜parameter name="a parameter" string="true">its value'
+        '<｜DSML｜invoke name="tool_name">\n<｜DSML｜parameter name="a_parameter" string="true">its value'
         "</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜function_calls>\n"
         "Where no tool helps, answer in plain words."
     )
