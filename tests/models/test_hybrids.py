@@ -82,6 +82,7 @@ HYBRIDS: dict[str, PretrainedConfig] = {
     "qwen3.5": _qwen(Qwen3_5TextConfig, tie_word_embeddings=True, attention_bias=True),
     "qwen3.5-moe": _qwen(
         Qwen3_5MoeTextConfig,
+        shared_expert_intermediate_size=20,  # as wide as the others
         num_hidden_layers=3,
         layer_types=["full_attention", "linear_attention", "linear_attention"],
         linear_num_value_heads=2,
