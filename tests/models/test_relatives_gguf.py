@@ -8,13 +8,15 @@ from typing import Any
 import gguf
 import pytest
 import torch
+from gguf import GGMLQuantizationType as Kind
 from gguf.constants import MODEL_ARCH_NAMES
 
-from quire.layers.build_context import collect_targets
+from quire.layers.build_context import collect_targets, quantized_weights
 from quire.loading.files import local_files
 from quire.loading.gguf import GGUFCheckpoint
 from quire.loading.load import load_weights
 from quire.loading.model_config import read_model_config
+from quire.quantization.schemes.gguf import GGUFScheme
 from tests.models.harness import (
     assert_same,
     checkpoint_tensors,
@@ -74,7 +76,7 @@ def q_then_k_then_v(weight: torch.Tensor, heads: int, kv_heads: int) -> torch.Te
     return torch.cat([groups[:, part].flatten(0, 2) for part in (slice(0, -2), slice(-2, -1), slice(-1, None))])
 
 
-def write(path: Path, reference: Any, arch: str) -> None:
+def write(path: Path, reference: Any, arch: str, encoding: Kind = Kind.F32) -> None:
     config, kind = reference.config, next(key for key, value in MODEL_ARCH_NAMES.items() if value == arch)
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or (
@@ -141,7 +143,10 @@ def write(path: Path, reference: Any, arch: str) -> None:
                 stored = {f"{stem}{place}.weight": tensor}
         for own, part in stored.items():
             assert own is not None, name
-            writer.add_tensor(own, part.detach().float().contiguous().numpy())
+            values = part.detach().float().contiguous().numpy()
+            is_packed = encoding != Kind.F32 and values.ndim > 1 and values.shape[-1] % 32 == 0
+            packed = gguf.quantize(values, encoding) if is_packed and "norm" not in own else values
+            writer.add_tensor(own, packed, raw_dtype=None if packed is values else encoding)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -157,3 +162,19 @@ def test_a_file_gives_the_logits_of_the_model_it_was_made_of(name: str, tmp_path
     ours = empty_model(config, max_model_len=64)
     load_weights(collect_targets(ours), ours.ignores, GGUFCheckpoint(path), progress=False)
     assert_same(in_chunks(ours, PROMPTS["long"], 11), reference_logits(reference, PROMPTS["long"]))
+
+
+@pytest.mark.parametrize(
+    "name", ["cohere", "cohere2", "phi3", "granite-moe", "falcon-7b", "falcon-11b", "starcoder2-gguf"]
+)
+def test_packed_matrices_give_the_logits_of_the_dequantized_ones(name: str, tmp_path: Path) -> None:
+    """Also those whose rows are in another order than the kernels need, and parts of one matrix."""
+    path = tmp_path / "model.gguf"
+    write(path, random_reference(config_of(name)), FAMILIES[name], Kind.Q8_0)
+    config = read_model_config(local_files("m", path))
+    models = [empty_model(config, scheme=scheme) for scheme in (GGUFScheme(GGUFCheckpoint(path)), None)]
+    for model in models:
+        load_weights(collect_targets(model), model.ignores, GGUFCheckpoint(path), progress=False)
+    assert len(quantized_weights(models[0])) >= 3
+    packed, plain = (in_chunks(model, PROMPTS["long"], 11) for model in models)
+    assert_same(packed, plain)
