@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import Mistral3Config, Mistral3ForConditionalGeneration
 
+from quire import LLM, SamplingParams
 from quire.distributed.groups import Ranks
 from quire.errors import UnsupportedModelError
 from quire.layers.attention.base import LastTokens
@@ -191,3 +192,29 @@ def test_plain_layers_can_end_with_the_last_tokens_alone(name: str) -> None:
 
     ours.forward = last_only
     assert_same(in_chunks(ours, PROMPTS["long"], 29), logits[-1:])
+
+
+@pytest.mark.parametrize("name", ["cohere2", "falcon-40b", "granite-moe", "olmo3", "phi3"])
+def test_a_whole_engine_generates_the_same_tokens(name: str, tmp_path: Path) -> None:
+    """In chunks, several rows at once, and the second time from cached prefixes; three of these have windows."""
+    theirs = reference(name)
+    theirs.save_pretrained(tmp_path)
+    prompts = [(PROMPTS["long"] * 2)[:40], [*PROMPTS["long"][:20], 3], PROMPTS["short"]]
+    sampling = SamplingParams(max_tokens=10, temperature=0, ignore_eos=True, detokenize=False)
+    settings: dict[str, Any] = {"max_num_batched_tokens": 16, "max_num_seqs": 3, "block_size": 4}
+    with LLM(
+        str(tmp_path),
+        dtype="float32",
+        device="cpu",
+        num_gpu_blocks_override=80,
+        skip_tokenizer_init=True,
+        **settings,
+    ) as llm:
+        for round in range(2):
+            results = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
+            for prompt, result in zip(prompts, results, strict=True):
+                row = list(prompt)
+                for token in result.outputs[0].token_ids:
+                    assert token == int(reference_logits(theirs, row)[-1].argmax())
+                    row.append(token)
+            assert round == 0 or results[0].num_cached_tokens >= 32
