@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import torch
@@ -137,19 +138,12 @@ def tasks_of(name: str, layer: Any, queries: Sequence[int]) -> list[Callable[[],
         view, tables = random_states(state_parts(layer, DTYPE, count), 1, PAGE, "cuda")
         step, x = step_of(tables, [count], [100]), random_inputs(layer, count, DTYPE)
         kernel = decode.delta_net_decode if name == "delta" else decode.mamba2_decode
-        for config in DECODES[name]:
-            tasks.append(
-                lambda k=kernel, v=view, s=step, x=x, n=count, c=config: k(
-                    x, layer, v, s, x.new_empty(n, layer.width), 1, n == 1, c
-                )
-            )
+        out = x.new_empty(count, layer.width)
+        tasks += [partial(kernel, x, layer, view, step, out, 1, count == 1, config) for config in DECODES[name]]
     view, tables = random_states(state_parts(layer, DTYPE), 1, PAGE, "cuda")
     step, x = step_of(tables, [100], [100]), random_inputs(layer, 100, DTYPE)
-    for config in PROMPTS[name]:
-        tasks.append(
-            lambda c=config: prompt_kernel(name)(x, layer, copied(view), step, x.new_empty(100, layer.width), c)
-        )
-    return tasks
+    out = x.new_empty(100, layer.width)
+    return [*tasks, *(partial(prompt_kernel(name), x, layer, view, step, out, config) for config in PROMPTS[name])]
 
 
 def prompt_times(name: str, layer: Any, rows: int, tokens: int, timer: GraphTimer) -> None:

@@ -72,7 +72,7 @@ def convolve(
     history = torch.where((before >= 0)[:, :, None], history, 0.0)
     line = torch.cat((history, inputs), dim=1)
     length = inputs.shape[1]
-    out = sum(line[:, tap : tap + length] * conv[tap].float() for tap in range(taps))
+    out = torch.stack([line[:, tap : tap + length] * conv[tap].float() for tap in range(taps)]).sum(0)
     out = out if bias is None else out + bias.float()
     # Each slot holds the last position that falls on it; positions before this step are as they were.
     end = (rows.begin + rows.counts)[:, None]

@@ -201,6 +201,14 @@ class BlockTables:
             table.blocks = [*hole(table.first), *pages]
             table.published = len(hit.blocks)
 
+    def start_with(self, owner: BlockOwner, groups: Sequence[tuple[int, Sequence[int | None]]], tokens: int) -> None:
+        """Start the owner's tables with pages it holds already: for each group the index of the first and the pages,
+        which hold `tokens` tokens."""
+        pages = iter([(first, [page for page in own if page is not None]) for first, own in groups])
+        owner.blocks.extend(next(pages)[1] if self.has_full else hole(self.blocks_for(tokens)))
+        for table, (first, own) in zip(self.tables_of(owner), pages, strict=True):
+            table.first, table.blocks = first, [*hole(first), *own]
+
     def tables_of(self, owner: BlockOwner) -> list[GroupTable]:
         """The owner's tables in the other groups; empty tables if it has none."""
         tables: list[GroupTable] = owner.tables  # type: ignore[attr-defined]
@@ -360,6 +368,23 @@ class BlockTables:
                     pairs.append((page_key(end_key, number), table.blocks[full]))
         return pairs
 
+    def full_tier_keys(self, keys: Sequence[bytes]) -> list[bytes]:
+        """Keys in lower tiers of what full groups keep of blocks with these content keys."""
+        if not self.others:
+            return list(keys)
+        full = [number for number, _ in groups_of(self.groups, "full")]
+        return [page_key(key, number) for key in keys for number in full]
+
+    def end_tier_keys(self, keys: Sequence[bytes], tokens: int) -> list[bytes]:
+        """The same of what other groups keep at the end of a sequence; the last of `keys` may be of a partial block."""
+        found = []
+        for number, group in self.others if keys else ():
+            if group.kind == "window":
+                found += [page_key(key, number) for key in keys[self.first_needed(number, tokens) :]]
+            elif group.kind == "state":
+                found += [page_key(keys[-1], number, i) for i in range(group.pages)]
+        return found
+
     def tier_keys(self, key: bytes) -> list[bytes]:
         """All keys in lower tiers of what ends with this content key."""
         return [
@@ -381,6 +406,63 @@ class BlockTables:
         child.published = parent.published
         if self.others:
             for table, other in zip(self.tables_of(child), self.tables_of(parent), strict=True):
+                table.published = other.published
+
+    # Owners that follow each other: a session and the requests that are its turns
+
+    def can_continue(self, owner: BlockOwner, state_at: int, tokens: int) -> bool:
+        """Whether the owner, whose state has consumed `state_at` tokens, has all that it takes to continue after its
+        first `tokens` tokens."""
+        if not self.others:
+            return True
+        if self.state_pages and state_at != tokens:
+            return False
+        tables = zip(self.others, self.tables_of(owner), strict=True)
+        return all(table.first <= self.first_needed(number, tokens) for (number, _), table in tables)
+
+    def cost_of_continuing(self, owner: BlockOwner, tokens: int, known: int) -> int:
+        """Free pages it takes to compute up to `known` tokens, a block at a time, after the owner's first `tokens`."""
+        is_partial = tokens % self.block_size
+        pages = self.pages_at(owner, tokens // self.block_size) if is_partial else []
+        return self.missing_finally(owner, known) + sum(self.pool.refs[page] > 1 for page in pages)
+
+    def shorten(self, owner: BlockOwner, tokens: int) -> None:
+        """Release the owner's blocks after its first `tokens` tokens, and those before the window that ends there."""
+        count, full = self.blocks_for(tokens), tokens // self.block_size
+        if self.has_full:
+            self.pool.release(owner.blocks[count:])
+        del owner.blocks[count:]
+        owner.published = min(owner.published, full)
+        if self.others:
+            for (_, group), table in zip(self.others, self.tables_of(owner), strict=True):
+                if group.kind != "state":
+                    self.pool.release(table.blocks[max(count, table.first) :])
+                    del table.blocks[count:]
+                table.published = min(table.published, full)
+            self.trim(owner, tokens)
+
+    def hand_over(self, owner: BlockOwner, heir: BlockOwner, tokens: int) -> None:
+        """Move the owner's pages of its first `tokens` tokens to another owner, which has none; release the others."""
+        self.shorten(owner, tokens)
+        heir.blocks.extend(owner.blocks)
+        heir.published = owner.published
+        owner.blocks.clear()
+        owner.published = 0
+        if self.others:
+            for table, own in zip(self.tables_of(heir), self.tables_of(owner), strict=True):
+                table.blocks, table.first, table.published = own.blocks, own.first, own.published
+                own.clear()
+
+    def share(self, owner: BlockOwner, other: BlockOwner, tokens: int) -> None:
+        """Give another owner, which has none, the owner's pages of its first `tokens` tokens too."""
+        count, pages = self.blocks_for(tokens), list[list[int]]()
+        for (number, group), table in zip(self.others, self.tables_of(owner) if self.others else (), strict=True):
+            is_state = group.kind == "state"
+            pages.append(table.blocks if is_state else table.blocks[self.first_needed(number, tokens) : count])
+        self.adopt(other, Hit(owner.blocks[:count], pages))
+        other.published = min(owner.published, tokens // self.block_size)
+        if self.others:
+            for table in self.tables_of(other):
                 table.published = other.published
 
     def is_shared(self, owner: BlockOwner, index: int) -> bool:

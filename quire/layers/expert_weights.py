@@ -309,7 +309,9 @@ def shared_targets(gate_up: torch.Tensor, down: torch.Tensor, share: ExpertShare
     width, features, hidden = share.total_width, share.features, down.shape[1]
     tall, wide = (len(gate_up) * width, hidden), (hidden, len(gate_up) * width)
     halves = gate_up.split(share.width, dim=1)
-    collected: dict[str, list[AnyTarget]] = {f"mlp.shared_experts.{name}_proj.weight": [] for name in ("gate", "up", "down")}
+    collected: dict[str, list[AnyTarget]] = {
+        f"mlp.shared_experts.{name}_proj.weight": [] for name in ("gate", "up", "down")
+    }
     for place in range(len(gate_up)):
         rows = slice(place * width + features.start, place * width + features.stop)
         for name, half in zip(("gate", "up"), halves, strict=True):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -17,7 +18,7 @@ from quire.kernels.states import DeltaNet, Mamba2
 from quire.layers.attention.base import AttentionInputs
 from quire.layers.build_context import BuildContext
 from quire.layers.caches import StateCache, StatePart, StateView
-from quire.layers.linear import FusedPart
+from quire.layers.linear import FusedLinear, FusedPart, RowParallelLinear
 from quire.loading.weights import Target
 
 
@@ -293,3 +294,46 @@ class Mamba2Recurrence(_Recurrence):
                 collected.setdefault("conv1d.bias", []).append(target)
                 start = stop
         return collected
+
+
+@dataclass(frozen=True)
+class Mamba2Settings:
+    """The sizes of a model's Mamba 2 mixers; families name the fields of their configs differently."""
+
+    heads: int
+    groups: int
+    head_dim: int
+    state_dim: int
+    taps: int
+    conv_bias: bool
+    bias: bool
+    """Of the input and output products."""
+    dt_limit: tuple[float, float]
+    norm_groups: int
+    """Equal parts of the inner features that are normed each by itself."""
+
+    def of_rank(self, build: BuildContext) -> Mamba2Heads:
+        """The heads of this rank."""
+        return Mamba2Heads(build, self.heads, self.groups, self.head_dim, self.state_dim)
+
+    def cache(self, build: BuildContext) -> StateCache:
+        """What a row keeps in a layer on this rank."""
+        return self.of_rank(build).cache(self.taps, build.dtype)
+
+
+class Mamba2Mixer(nn.Module):
+    """A Mamba 2 mixer with its input and output products."""
+
+    def __init__(self, build: BuildContext, settings: Mamba2Settings, layer: int) -> None:
+        super().__init__()
+        size = build.config.hidden_size
+        heads = settings.of_rank(build)
+        self.in_proj = FusedLinear(build, size, heads.parts("in_proj"), settings.bias)
+        self.recurrence = Mamba2Recurrence(
+            build, heads, layer, settings.taps, settings.conv_bias, settings.dt_limit, settings.norm_groups
+        )
+        self.out_proj = RowParallelLinear(build, "out_proj", heads.inner_size, size, settings.bias)
+
+    def forward(self, projected: torch.Tensor, states: StateView, inputs: AttentionInputs) -> torch.Tensor:
+        """What `out_proj` takes, from what `in_proj` gives."""
+        return self.recurrence(projected, states, inputs)

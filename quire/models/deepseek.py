@@ -100,6 +100,8 @@ class SharedMixture(SparseMLP):
 def is_sparse(config: ModelConfig, layer: int) -> bool:
     """Whether a layer has a mixture in place of an MLP."""
     raw = config.raw
+    if (kinds := raw.get("mlp_layer_types")) is not None:
+        return bool(kinds[layer] == "sparse")
     first = raw.get("first_k_dense_replace") or 0
     return layer >= first and layer % (raw.get("moe_layer_freq") or 1) == 0
 
@@ -110,9 +112,7 @@ def sigmoid_routing(config: ModelConfig) -> Routing:
     for key, expected in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
         if raw.get(key, expected) != expected:
             raise UnsupportedModelError(f"{config.architecture} with {key} {raw[key]!r} is not implemented")
-    rule = RouteRule(
-        sigmoid=True, group_top=2, scale=float(raw.get("routed_scaling_factor", 1.0)), **_groups(config)
-    )
+    rule = RouteRule(sigmoid=True, group_top=2, scale=float(raw.get("routed_scaling_factor", 1.0)), **_groups(config))
     routing = Routing.from_config(config, "moe_intermediate_size", bool(raw.get("norm_topk_prob", True)))
     return replace(routing, rule=rule, bias="mlp.gate.e_score_correction_bias")
 

@@ -19,6 +19,7 @@ _PUBLISHED = ExpertNaming(
 _IN_MEMORY = ExpertNaming(
     "block_sparse_moe.router.weight", _IN_MEMORY_GATE_UP, _IN_MEMORY_GATE_UP, "block_sparse_moe.experts.down_proj"
 )
+EXPERT_NAMINGS = (_PUBLISHED, _IN_MEMORY)
 
 
 def with_factors(variant: LlamaVariant, config: ModelConfig) -> LlamaVariant:
@@ -54,6 +55,6 @@ class GraniteMoeForCausalLM(LlamaForCausalLM):
         routing = Routing.from_config(build.config, "intermediate_size", renormalise=True)
 
         def experts(build: BuildContext, layer: int) -> nn.Module:
-            return SparseMLP(build, routing, layer, (_PUBLISHED, _IN_MEMORY))
+            return SparseMLP(build, routing, layer, EXPERT_NAMINGS)
 
         super().__init__(build, with_factors(LlamaVariant(bias, bias, mlp=experts), build.config))

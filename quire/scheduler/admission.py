@@ -84,10 +84,10 @@ class Admission:
         if own:
             sessions.kv.take(request)
         else:
-            tables.adopt(request, hit)
-            if not alone and (lower := self._swapper.find(request, len(hit.blocks))) is not None:
-                self._swapper.load(request, lower)
+            lower = None if alone else self._swapper.find(request, hit)
+            if lower is not None and self._swapper.load(request, hit, lower, tables.pool.free - spare):
                 return 0
+            tables.adopt(request, hit)
         self._policy.remove(request)
         return self._start(builder, request, cached, budget, hit.reach)
 

@@ -205,7 +205,10 @@ class Preemptor:
             return
         first = min(rows.running(), key=self._policy.rank)
         victim = self._policy.victim([other for other in rows.running() if other is not first])
-        tokens = min(int(rows.computed[victim.row]), victim.known)
+        computed = int(rows.computed[victim.row])
+        tokens = min(computed, victim.known)
+        if self._tables.state_pages and computed > tokens:
+            return  # its state has consumed tokens that are not collected: there is no key for it
         if self._swapper.is_swappable(victim, tokens):
             self._swapper.swap_out(victim, tokens)
             self.preempt(builder, victim)

@@ -350,14 +350,15 @@ class RequestTable:
         message: str | None = None,
         error: str = "",
         parameter: str | None = None,
+        is_seen: bool = False,
     ) -> None:
         """The only way a sequence ends: row and blocks are given back, the end is reported. A search's beams end
-        together."""
+        together. `is_seen`: the device has ended the row itself."""
         ending = [request]
         if self.searches.pop(request.id, None) is not None:
             ending = self.sequences(request.id)
         for one in ending:
-            if failure := self._end_turn(one, reason):
+            if failure := self._end_turn(one, reason, is_seen):
                 reason, message = "error", failure
             self._remove(one)
         preemptions = sum(one.preemptions for one in ending)
@@ -372,7 +373,7 @@ class RequestTable:
         del request.output[length:]
         self.finish(request, "stop", stop_reason)
 
-    def _end_turn(self, request: Request, reason: str) -> str | None:
+    def _end_turn(self, request: Request, reason: str, is_seen: bool) -> str | None:
         """The session of a turn keeps its KV, and its output if it ended normally. Returns the error if that failed."""
         if not request.source.session:
             return None
@@ -380,8 +381,8 @@ class RequestTable:
         if request.row >= 0 and reason != "error":
             self.extend_keys(request)
             # The KV of the last token was not computed: the row had already ended on the device.
-            most = request.known - 1 if is_kept else len(request.prompt)
-            self.sessions.kv.keep(request, min(int(self.rows.computed[request.row]), most))
+            most, computed = request.known - 1 if is_kept else len(request.prompt), int(self.rows.computed[request.row])
+            self.sessions.kv.keep(request, min(computed, most), request.known - 1 if is_seen else computed)
         return self.sessions.end(request, is_kept)
 
     def _report_end(self, request: Request, finished: Finished) -> None:
@@ -446,6 +447,11 @@ class RequestTable:
         full = tokens // self.tables.block_size
         parent = request.keys[full - 1] if full else self._keys.root(request.source.salt)
         return self._keys.key_after(parent, request.tokens(full * self.tables.block_size, tokens))
+
+    def end_key(self, request: Request, tokens: int) -> bytes:
+        """The content key of the request's first `tokens` tokens, whether they end within a block or not."""
+        full, is_partial = divmod(tokens, self.tables.block_size)
+        return self.partial_key(request, tokens) if is_partial or not full else request.keys[full - 1]
 
     def publish_output(self, request: Request) -> None:
         """Blocks of generated tokens enter the prefix cache once their tokens are known (the last has no KV yet)."""

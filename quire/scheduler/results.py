@@ -98,8 +98,8 @@ class ResultCollector:
     def _end(self, request: Request, token: int, stopped: bool) -> None:
         source = request.source
         if not stopped:
-            self._requests.finish(request, "length")
+            self._requests.finish(request, "length", is_seen=True)
         elif token in source.eos_ids and not source.params.ignore_eos:
-            self._requests.finish(request, "stop")
+            self._requests.finish(request, "stop", is_seen=True)
         else:
-            self._requests.finish(request, "stop", token)
+            self._requests.finish(request, "stop", token, is_seen=True)

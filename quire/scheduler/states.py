@@ -113,24 +113,23 @@ class States:
         if self._tables.prefix_caching:
             last = (request.known - 1) // self._size * self._size
             row.points = sorted({point for point in (reach * self._size, last) if point > cached})
-        pages = self._live(request)
-        is_cached = any(self._tables.prefix_cache.key_of(page) is not None for page in pages)
-        is_shared = any(self._pool.refs[page] > 1 for page in pages)
-        if not is_cached and not is_shared:
-            return
-        needed = spare + self._tables.state_pages + self._tables.missing_finally(request, request.known)
-        if not is_shared and self._pool.free < needed:
-            self._tables.withdraw(pages)  # too few pages to copy the snapshot: it becomes the live state
-            return
         for table in self._tables.states_of(request):
-            own = self._pool.allocate(len(table.blocks))
-            for source, target in zip(table.blocks, own, strict=True):
-                builder.copy(request.row, source, target)
-            self._held += table.blocks
-            table.blocks = own
+            if table.blocks and self._is_to_be_copied(builder, request, table.blocks, spare):
+                own = self._pool.allocate(len(table.blocks))
+                for source, target in zip(table.blocks, own, strict=True):
+                    builder.copy(request.row, source, target)
+                self._held += table.blocks
+                table.blocks = own
+            self._tables.withdraw(table.blocks)  # with too few pages for a copy, the snapshot becomes the live state
 
-    def _live(self, request: Request) -> list[int]:
-        return [page for table in self._tables.states_of(request) for page in table.blocks]
+    def _is_to_be_copied(self, builder: StepBuilder, request: Request, pages: list[int], spare: int) -> bool:
+        """Whether the row may not write to these pages, or there is room to let the prefix cache keep them."""
+        is_cached = self._tables.prefix_cache.key_of(pages[0]) is not None
+        if any(self._pool.refs[page] > 1 for page in pages):
+            # Pages in transfer count as shared, but the transfer ends before anything is written.
+            return is_cached or not builder.awaits_moves
+        needed = spare + len(pages) + self._tables.missing_finally(request, request.known)
+        return is_cached and self._pool.free >= needed
 
     def _copy_live(self, parent: Request, child: Request) -> list[tuple[int, int]]:
         """Give the child pages for a state; returns the copies that fill them from the parent's."""

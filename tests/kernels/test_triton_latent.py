@@ -25,7 +25,7 @@ def random(*size: int) -> torch.Tensor:
 
 
 class Case:
-    """Rows over a shuffled cache whose unused slots are NaN; row i has queries[i] tokens of its lens[i] in this step."""
+    """Rows over a shuffled cache whose unused slots are NaN; queries[i] of row i's lens[i] tokens are in this step."""
 
     def __init__(
         self, lens: list[int], queries: list[int], heads: int, shape: LatentShape, block: int, dtype: torch.dtype
@@ -76,9 +76,9 @@ class Case:
 CASES: list[tuple[list[int], list[int], int, LatentShape, int]] = [
     ([5], [1], 4, SMALL, 16),
     ([70, 1, 0, 33], [1, 1, 1, 1], 4, SMALL, 16),
-    ([200, 3], [1, 1], 20, SMALL, 8),
+    ([90, 3], [1, 1], 20, SMALL, 8),
     ([17, 40], [17, 40], 4, SMALL, 16),  # prompts
-    ([90, 64, 41, 70], [1, 1, 41, 37], 6, SMALL, 16),  # decodes, a whole prompt, a chunk
+    ([40, 64, 35, 50], [1, 1, 35, 17], 6, SMALL, 16),  # decodes, a whole prompt, a chunk
 ]
 if ON_GPU:
     CASES += [
@@ -100,7 +100,7 @@ def test_equals_the_torch_backend(
         pytest.skip("tiles of this size do not fit in float32")
     case = Case(lens, queries, heads, shape, block, dtype)
     backend = TritonLatentAttention(heads, shape)
-    for _ in range(2):  # the second run reuses the workspace
+    for _ in range(2 if queries == [1] else 1):  # the second run reuses the workspace
         case.inputs.plans.clear()
         backend.prepare(case.kv, case.inputs)
         case.check(backend.attend(case.q, case.latent, case.kv, case.up, case.inputs, case.scale))
@@ -115,9 +115,9 @@ def test_prompts_known_to_have_no_context() -> None:
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("queries, heads", [(1, 16), (2, 4), (3, 20), (8, 20)])
+@pytest.mark.parametrize("queries, heads", [(1, 16), (3, 5), (8, 12)])
 def test_several_queries_a_row(queries: int, heads: int, transposed: bool) -> None:
-    lens = [100, queries, 17, 40]
+    lens = [60, queries, 17, 40]
     case = Case(lens, [queries] * 4, heads, SMALL, 16, HALF)
     tile = LatentTile(64 if ON_GPU else 16, 4, 1, 2, transposed)
     kernel = LatentDecode(heads, SMALL.nope, SMALL.rank, SMALL.rope, 8, HALF, torch.device(DEVICE), queries, tile)

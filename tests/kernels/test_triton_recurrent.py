@@ -68,7 +68,7 @@ def test_decodes(name: str, queries: int) -> None:
 
 @pytest.mark.parametrize("name", ["delta", "mamba"])
 def test_steps_with_prompts(name: str) -> None:
-    """Decodes, then a prompt of several chunks, one within the taps of its begin, one that begins, none, and padding."""
+    """Decodes, then a prompt of several chunks, one within taps of its begin, one that begins, none, and padding."""
     layer = LAYERS[name]()
     view, tables = random_states(state_parts(layer, torch.float32), 7, 4112, DEVICE)
     counts = [1, 1, 2 * CHUNK + 5, 2, CHUNK, 0, 3]

@@ -94,6 +94,8 @@ def empty_model(
 def checkpoint_tensors(reference: Any) -> dict[str, torch.Tensor]:
     """The reference's weights under the names in its files."""
     tensors = dict(reference.state_dict())
+    if type(reference).__name__ == "NemotronHForCausalLM":
+        tensors = {name.replace("model.", "backbone.", 1): tensor for name, tensor in tensors.items()}
     if type(reference).__name__ == "GPTNeoXForCausalLM" and "lm_head.weight" in tensors:
         tensors["embed_out.weight"] = tensors.pop("lm_head.weight")
     if type(reference).__name__ == "MiniMaxM2ForCausalLM":  # loading renames the rest of the mixture too

@@ -8,6 +8,10 @@ from transformers import (
     Cohere2Config,
     CohereConfig,
     FalconConfig,
+    Glm4Config,
+    Glm4MoeConfig,
+    Glm4MoeLiteConfig,
+    GlmConfig,
     GraniteConfig,
     GraniteMoeConfig,
     MiniMaxM2Config,
@@ -34,6 +38,12 @@ SHAPE: dict[str, Any] = {
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
+}
+MIXTURE: dict[str, Any] = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 20,
+    "n_shared_experts": 2,
 }
 ALTERNATING = ["sliding_attention", "full_attention"]
 
@@ -80,6 +90,21 @@ RELATIVES: dict[str, PretrainedConfig] = {
     "falcon-40b": _other(FalconConfig, new_decoder_architecture=True, num_kv_heads=2, bias=True),
     "falcon-11b": _other(FalconConfig, new_decoder_architecture=True, num_kv_heads=2, num_ln_in_parallel_attn=1),
     "falcon-sequential": _other(FalconConfig, multi_query=False, parallel_attn=False, tie_word_embeddings=False),
+    "glm": _like(GlmConfig, head_dim=16),
+    "glm4": _like(Glm4Config, head_dim=16, attention_bias=False),
+    "glm4-moe": _like(Glm4MoeConfig, **MIXTURE, attention_bias=True, use_qk_norm=True, routed_scaling_factor=1.7),
+    "glm4-moe-lite": _like(
+        Glm4MoeLiteConfig,
+        **MIXTURE,
+        num_hidden_layers=3,
+        num_key_value_heads=4,
+        mlp_layer_types=["dense", "sparse", "dense"],
+        kv_lora_rank=24,
+        q_lora_rank=20,
+        qk_nope_head_dim=12,
+        qk_rope_head_dim=8,
+        v_head_dim=16,
+    ),  # fmt: skip
     "granite": _granite(GraniteConfig, tie_word_embeddings=True),
     "granite-moe": _granite(GraniteMoeConfig, num_local_experts=5, num_experts_per_tok=2),
     "minimax-m2": _like(

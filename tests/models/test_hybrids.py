@@ -6,7 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PretrainedConfig, Qwen3_5MoeTextConfig, Qwen3_5TextConfig, Qwen3NextConfig
+from transformers import (
+    BambaConfig,
+    GraniteMoeHybridConfig,
+    Mamba2Config,
+    NemotronHConfig,
+    PretrainedConfig,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
+    Qwen3NextConfig,
+)
 
 from quire.distributed.groups import Ranks
 from tests.models.harness import (
@@ -44,6 +53,23 @@ def _qwen(kind: type[PretrainedConfig], **changes: Any) -> PretrainedConfig:
     return kind(**(shape | changes))
 
 
+def _mamba(kind: type[PretrainedConfig], **changes: Any) -> PretrainedConfig:
+    shape: dict[str, Any] = {
+        "vocab_size": 97,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+        "mamba_n_heads": 4,
+        "mamba_d_head": 16,
+        "mamba_d_state": 8,
+        "mamba_chunk_size": 16,
+    }
+    return kind(**(shape | changes))
+
+
 HYBRIDS: dict[str, PretrainedConfig] = {
     "qwen3-next": _qwen(Qwen3NextConfig, mlp_only_layers=[1]),
     "qwen3.5": _qwen(Qwen3_5TextConfig, tie_word_embeddings=True, attention_bias=True),
@@ -53,12 +79,62 @@ HYBRIDS: dict[str, PretrainedConfig] = {
         layer_types=["full_attention", "linear_attention", "linear_attention"],
         linear_num_value_heads=2,
     ),
+    "granite-4": _mamba(
+        GraniteMoeHybridConfig,
+        layer_types=["mamba", "attention", "mamba"],
+        shared_intermediate_size=28,
+        num_local_experts=5,
+        embedding_multiplier=3.0,
+        residual_multiplier=0.6,
+        attention_multiplier=0.3,
+        logits_scaling=2.0,
+        tie_word_embeddings=True,
+    ),
+    "granite-4-dense": _mamba(
+        GraniteMoeHybridConfig,
+        layer_types=["attention", "mamba", "mamba"],
+        shared_intermediate_size=28,
+        num_local_experts=0,
+        position_embedding_type="rope",
+        mamba_n_groups=2,
+        mamba_proj_bias=True,
+    ),
+    "bamba": _mamba(BambaConfig, attn_layer_indices=[1]),
+    "nemotron-h": NemotronHConfig(
+        vocab_size=97,
+        hidden_size=32,
+        intermediate_size=48,
+        hybrid_override_pattern="M-M*-",
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=128,
+        mamba_num_heads=4,
+        mamba_head_dim=16,
+        ssm_state_size=8,
+        n_groups=2,
+        chunk_size=16,
+    ),
+    "mamba-2": Mamba2Config(
+        vocab_size=97,
+        hidden_size=32,
+        num_hidden_layers=3,
+        num_heads=4,
+        head_dim=16,
+        state_size=8,
+        n_groups=2,
+        chunk_size=16,
+        tie_word_embeddings=True,
+    ),
 }
 
 
 def hybrid_reference(name: str) -> Any:
-    """A random model; norms that add 1 to their weights have weights around 0."""
+    """A random model; norms that add 1 to their weights have weights around 0, and states forget slowly."""
     reference = random_reference(HYBRIDS[name])
+    for parameter, values in reference.named_parameters():
+        if parameter.endswith("dt_bias"):
+            values.data -= 3
     for module in reference.modules():
         if type(module).__name__ in CENTERED:
             module.weight.data -= 1

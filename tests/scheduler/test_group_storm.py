@@ -71,6 +71,25 @@ def test_any_groups(seed: int) -> None:
     Storm(random_grouped(seed), requests=40, seed=seed).run()
 
 
+TIERED = [
+    EngineShape(host=400, blocks=60, longest=20),
+    EngineShape(host=60, disk=900, blocks=80, depth=1, policy="priority"),
+    EngineShape(host=100, disk=400, blocks=70, depth=2, failure_rate=0.01),
+    EngineShape(host=300, blocks=60, depth=1, prefix_caching=False),
+]
+
+
+@pytest.mark.parametrize("shape", TIERED, ids=str)
+@pytest.mark.parametrize("kind", GROUPS)
+def test_pages_move_through_tiers(kind: str, shape: EngineShape) -> None:
+    Storm(grouped(shape, kind), requests=40, seed=3).run()
+
+
+@pytest.mark.parametrize("seed", range(100, 108))
+def test_any_groups_with_tiers(seed: int) -> None:
+    Storm(random_grouped(seed, tiered=True), requests=40, seed=seed).run()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(1000, 1400))
 def test_long_storms_of_any_groups(seed: int) -> None:

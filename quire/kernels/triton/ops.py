@@ -11,6 +11,7 @@ from quire.kernels.gates import PLAIN_EXPERTS, ExpertVariant
 from quire.kernels.kv import LayerKV
 from quire.kernels.reference import TorchOps
 from quire.kernels.routing import RouteRule
+from quire.kernels.states import DeltaNet, Mamba2, States, StepRows
 from quire.kernels.triton import elementwise
 from quire.kernels.triton.cublaslt import TunedGemms, tuned_gemms
 from quire.kernels.triton.latent.prepare import prepare_latent
@@ -20,7 +21,6 @@ from quire.kernels.triton.moe import tuning as moe_tuning
 from quire.kernels.triton.moe.common import ExpertsConfig
 from quire.kernels.triton.moe.tuning import choose_experts
 from quire.kernels.triton.qkv import prepare_qkv
-from quire.kernels.states import DeltaNet, Mamba2, States, StepRows
 from quire.kernels.triton.quantized.base import QuantizedProducts
 from quire.kernels.triton.quantized.registry import products_of
 from quire.kernels.triton.recurrent import decode, delta_net, mamba2, norm

@@ -36,7 +36,9 @@ class TorchLatentAttention:
         if inputs.num_decodes:
             self._attend_rows(out, queries, kv, inputs, 0, inputs.num_decodes, 1, scale)
         if inputs.num_decodes < inputs.num_rows:
-            self._attend_rows(out, queries, kv, inputs, inputs.num_decodes, inputs.num_rows, inputs.max_query_len, scale)
+            self._attend_rows(
+                out, queries, kv, inputs, inputs.num_decodes, inputs.num_rows, inputs.max_query_len, scale
+            )
         latents = out[:tokens].view(tokens, heads, rank)
         return torch.einsum("thr,hvr->thv", latents, up[:, nope:].float()).flatten(1).to(q.dtype)
 

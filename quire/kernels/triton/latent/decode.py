@@ -1,6 +1,6 @@
 """Absorbed latent attention over the paged cache, for rows of one to eight query tokens: persistent, balanced programs.
 
-As in `decode_attention.py`, the tiles of all rows form one list and every program takes an equal range of it (stream-K).
+As in `decode_attention.py`, the tiles of all rows form one list and every program takes an equal range of it.
 All heads of a token read the same vectors, so they are rows of one matrix: a tile [TILE, rank + rope] is read once and
 serves as keys and, its first `rank` columns, as values. A row that several programs share leaves a partial result of
 each; the product with the values' half of `kv_b_proj`, which follows in any case, merges them (`products.py`).
@@ -59,9 +59,11 @@ def latent_tile(query_rows: int, itemsize: int) -> LatentTile:
         return LatentTile(16, 4, 1, 2)
     if itemsize == 4:
         return LatentTile(16, 4, 2)
+    if query_rows <= 16:
+        return LatentTile(32, 4, 5, 2)
     if query_rows <= 32:
-        return LatentTile(64, 4, 2, transposed=True)
-    return LatentTile(64, 8, 2)
+        return LatentTile(32, 8, 5, transposed=True)
+    return LatentTile(32, 8, 5)
 
 
 @triton.jit(do_not_specialize=["num_rows"])

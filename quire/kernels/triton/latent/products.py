@@ -90,7 +90,7 @@ def _values_of_rows(
     own = token % QUERIES * EACH + head % EACH
     best = tl.full([BLOCK_M], float("-inf"), tl.float32)
     weight = tl.zeros([BLOCK_M], tl.float32)
-    for part in range(0, most):
+    for part in range(most):
         there = part < parts
         line = ((first + part) * 2 + (part == 0)) * OWN + own
         high = tl.load(stats + line * 2, mask=there, other=float("-inf"))
@@ -109,7 +109,7 @@ def _values_of_rows(
         x = tl.load(at, mask=whole[:, None] & in_rank, other=0.0)
         if most > 0:
             merged = tl.zeros([BLOCK_M, BLOCK_K], tl.float32)
-            for part in range(0, most):
+            for part in range(most):
                 there = part < parts
                 line = ((first + part) * 2 + (part == 0)) * OWN + own
                 high = tl.load(stats + line * 2, mask=there, other=float("-inf"))

@@ -48,7 +48,7 @@ def context_tile(itemsize: int) -> LatentTile:
     """The tile shape over earlier context."""
     if INTERPRETED or itemsize == 4:
         return LatentTile(16, 4, 1)
-    return LatentTile(64, 8, 2)
+    return LatentTile(32, 8, 5)
 
 
 @triton.jit
@@ -109,7 +109,9 @@ def _own_tokens(
     p = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     keep = tl.full([BLOCK_M], 1.0, tl.float32)
     for start in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
-        k, r = _key_tile(own_keys, rotated, start, end, stride_key, stride_latent, NOPE, NOPE_P2, ROPE, ROPE_P2, BLOCK_N)
+        k, r = _key_tile(
+            own_keys, rotated, start, end, stride_key, stride_latent, NOPE, NOPE_P2, ROPE, ROPE_P2, BLOCK_N
+        )
         past = tl.maximum(start - BLOCK_N, begin) + n.to(tl.int64)
         values = tl.load(own_keys + past[:, None] * stride_key + NOPE + v,
                          mask=(start > begin) & (v < VALUE), other=0.0)  # fmt: skip

@@ -4,7 +4,7 @@ Bytes: the logits once, 8 per choice. Operations: about 10 per logit and choice.
 its batch.
 """
 
-# ruff: noqa: N803
+# ruff: noqa: N803, N806
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """What the kernels of recurrent layers share: places of states in pages, the ring of inputs, gates."""
 
-# ruff: noqa: N803, N806
+# ruff: noqa: N803
 
 from __future__ import annotations
 

@@ -94,10 +94,10 @@ def _delta_net_decode(
     inputs = projected + first.to(tl.int64) * projected_stride
     result = out + first.to(tl.int64) * (VALUE_HEADS * DV) + head * DV + v_lane
     if begin < 0:  # padding: no state, and outputs that disturb nothing
-        for place in range(0, count):
+        for place in range(count):
             tl.store(result + place * (VALUE_HEADS * DV), tl.zeros((VB,), tl.float32), mask=v_inside)
     else:
-        for place in range(0, 1 if SINGLE else count):
+        for place in range(1 if SINGLE else count):
             position = begin + place
             q = convolved(
                 inputs, projected_stride, q_at, conv, None, q_channel, CHANNELS, k_inside, place, position,
@@ -143,7 +143,7 @@ def delta_net_decode(
     out: torch.Tensor,
     num_rows: int,
     single: bool = True,
-    config: DecodeConfig = DecodeConfig(),  # noqa: B008  # immutable
+    config: DecodeConfig = DecodeConfig(),  # immutable
 ) -> None:
     """Rows 0 to num_rows of a step, into their tokens' rows of `out`.
 
@@ -200,10 +200,10 @@ def _mamba2_decode(
     inputs = projected + first.to(tl.int64) * projected_stride + INNER
     result = out + first.to(tl.int64) * INNER + head * DIM + d_lane
     if begin < 0:  # padding
-        for place in range(0, count):
+        for place in range(count):
             tl.store(result + place * INNER, tl.zeros((DB,), tl.float32), mask=d_inside)
     else:
-        for place in range(0, 1 if SINGLE else count):
+        for place in range(1 if SINGLE else count):
             position = begin + place
             x = convolved(
                 inputs, projected_stride, x_at, conv, bias, x_channel, CHANNELS, d_inside, place, position,
@@ -238,7 +238,7 @@ def mamba2_decode(
     out: torch.Tensor,
     num_rows: int,
     single: bool = True,
-    config: DecodeConfig = DecodeConfig(),  # noqa: B008  # immutable
+    config: DecodeConfig = DecodeConfig(),  # immutable
 ) -> None:
     """As `delta_net_decode`."""
     places = places_of(states)

@@ -247,7 +247,8 @@ def delta_net_prompts(
         mixed, projected, projected.stride(0), layer.decay, layer.dt_bias, values, keys, scores, totals,
         *places[4:8], *tables_of(step), step.query_starts, step.context_lens, chunks.rows, chunks.begins, skipped,
         **shape, SLOTS=places.slots, PIECE=places.piece, PRECISION=precision,
-        SOLVE="ieee" if precision == "ieee" else config.solve_precision, LEAF=config.solve_leaf, num_warps=config.solve_warps, **pdl(),
+        SOLVE="ieee" if precision == "ieee" else config.solve_precision, LEAF=config.solve_leaf,
+        num_warps=config.solve_warps, **pdl(),
     )  # fmt: skip
     raw = values  # each program of the scan has read its part of a chunk before it writes the outputs there
     _scan[(chunks.num_rows * heads * (dv // config.scan_values),)](

@@ -1,6 +1,6 @@
-"""Norms and gates after a recurrence, and the output gate of attention. Row-wise; each value is read and written once."""
+"""Norms and gates after a recurrence, and the output gate of attention. Row-wise: values go in and out once."""
 
-# ruff: noqa: N803, N806
+# ruff: noqa: N803
 
 from __future__ import annotations
 
