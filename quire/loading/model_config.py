@@ -291,9 +291,13 @@ def _with_defaults(raw: Mapping[str, Any]) -> dict[str, Any] | None:
     transformers does not know."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    if (family := raw.get("model_type")) not in CONFIG_MAPPING:
+    family = raw.get("model_type")
+    if not isinstance(family, str) or family not in CONFIG_MAPPING:
         return None
-    config = CONFIG_MAPPING[family].from_dict(dict(raw))
+    try:
+        config = CONFIG_MAPPING[family].from_dict(dict(raw))
+    except Exception:  # whatever a config of this family may not be
+        return None
     named = {name: value for name in _LIMITS if (value := getattr(config, name, None)) is not None}
     return {**raw, **config.to_dict(), **named, "architectures": raw.get("architectures")}
 

@@ -31,6 +31,7 @@ _KNOWN = {
     "MiniMaxM2ForCausalLM": "quire.models.minimax_m2.MiniMaxM2ForCausalLM",
     "Ministral3ForCausalLM": "quire.models.ministral.Ministral3ForCausalLM",
     "MinistralForCausalLM": "quire.models.ministral.MinistralForCausalLM",
+    "Mistral3ForConditionalGeneration": "quire.models.ministral.Mistral3ForConditionalGeneration",
     "MistralForCausalLM": "quire.models.mistral.MistralForCausalLM",
     "MixtralForCausalLM": "quire.models.mixtral.MixtralForCausalLM",
     "NemotronHForCausalLM": "quire.models.nemotron_h.NemotronHForCausalLM",
