@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.pytorch_utils import Conv1D
 
-from quire.errors import ConfigError, UnsupportedModelError
+from quire.errors import CheckpointError, ConfigError, UnsupportedModelError
 from quire.kernels.kv import LayerKV
 from quire.layers.attention.base import AttentionInputs, KVSpec
 from quire.layers.attention.layer import Attention
@@ -32,10 +32,11 @@ from quire.layers.build_context import BuildContext
 from quire.layers.caches import AttentionCache, LayerCache
 from quire.layers.linear import Heads
 from quire.loading.model_config import ModelConfig
-from quire.models.registry import supported
-from quire.models.transformers_backend.attention import PAGED, TRIAL, PagedLayer, Step
+from quire.models.transformers_backend.attention import PAGED, TRIAL, LocalCheck, PagedLayer, Step
 from quire.models.transformers_backend.layers import (
     Experts,
+    GatedMLP,
+    GateUp,
     Head,
     JoinedLinear,
     JoinedPart,
@@ -43,11 +44,13 @@ from quire.models.transformers_backend.layers import (
     Norm,
     OwnWeights,
     TokenEmbedding,
+    gate_of,
     make_matrix_layer,
     rms_norm_eps,
 )
 from quire.models.transformers_backend.names import CheckpointNames
 from quire.models.transformers_backend.parallel import Cut, ParallelPlan
+from quire.models.transformers_backend.rotation import Deferral, deferred_forward
 from quire.models.transformers_backend.trial import LayerCall, Trial, run_trial
 
 logger = logging.getLogger(__name__)
@@ -93,6 +96,7 @@ class TransformersForCausalLM(nn.Module):
             logger.warning("%s copies from the host in its steps: they run without CUDA graphs", architecture)
         self.build = build = dataclasses.replace(build, config=_seen_config(build.config, library, trial))
         self._step = Step()
+        self._deferral = Deferral(self._step)
         self._replace_layers(library, base, trial)
         self.calls = trial.calls
         if build.ranks.tp_size > 1:
@@ -128,10 +132,12 @@ class TransformersForCausalLM(nn.Module):
         hidden: torch.Tensor | None = None,
     ) -> torch.Tensor:
         if not self._is_checked:
-            self._check_tokens_are_apart(tokens)
+            self._check_first(tokens)
         step = self._step
         step.positions, step.kv, step.inputs = positions, kv, inputs
-        return self._run(tokens, positions)
+        hidden = self._run(tokens, positions)
+        self._deferral.forget()
+        return hidden
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[S, hidden_size] -> [S, vocab_size]."""
@@ -180,10 +186,14 @@ class TransformersForCausalLM(nn.Module):
             stored = names.stored(f"{path}.weight").removesuffix(".weight")
             cut = plan.cut(path)
             has_bias = module.bias is not None
-            matrices[path] = Matrix(
-                name, inputs, outputs, has_bias, transposed, cut, "" if stored == path else stored
-            )
-        for group in _groups(trial.siblings, matrices):
+            matrices[path] = Matrix(name, inputs, outputs, has_bias, transposed, cut, "" if stored == path else stored)
+        groups = _groups(trial.siblings, matrices)
+        owned: dict[str, list[str]] = {}
+        for path in matrices:
+            owned.setdefault(path.rpartition(".")[0], []).append(path)
+        for owner, own in owned.items():
+            self._replace_mlp(library, owner, modules[owner], own, groups, matrices)
+        for group in groups:
             owner = group[0].rpartition(".")[0]
             if len(group) == 1:
                 _put(library, group[0], make_matrix_layer(build, matrices[group[0]]))
@@ -201,6 +211,38 @@ class TransformersForCausalLM(nn.Module):
         self._replace_ends(library, base, names, paths)
         self._names, self._plan = names, plan
 
+    def _replace_mlp(
+        self,
+        library: Any,
+        owner: str,
+        module: nn.Module,
+        own: list[str],
+        groups: list[list[str]],
+        matrices: dict[str, Matrix],
+    ) -> None:
+        """If a module with the matrices `own` is a gated MLP, put the engine's in its place; its groups are removed."""
+        inner = next((group for group in groups if group[0] in own and len(group) == len(own) - 1), None)
+        if inner is None or len(own) not in (2, 3):
+            return
+        (outer,) = set(own) - {*inner}
+        first, down = [matrices[path] for path in inner], matrices[outer]
+        halves = sum(matrix.outputs for matrix in first) == 2 * down.inputs and first[0].inputs == down.outputs
+        if not halves or len({matrix.outputs for matrix in first}) > 1:
+            return
+        if not all(matrix.is_plain for matrix in (*first, down)):
+            return
+        # One matrix that is cut must be cut in both halves, two matrices each.
+        if first[0].cut not in (Cut.WHOLE, Cut.PACKED_OUTPUTS if len(first) == 1 else Cut.OUTPUTS):
+            return
+        for order in (first, first[::-1])[: len(first)]:
+            kind = gate_of(module, [matrix.name for matrix in order], down.name)
+            if kind is not None:
+                layer = GatedMLP(GateUp(self.build, order, kind), make_matrix_layer(self.build, down), down.name)
+                _put(library, owner, layer)
+                groups.remove(inner)
+                groups.remove([outer])
+                return
+
     def _replace_ends(self, library: Any, base: Any, names: CheckpointNames, paths: dict[int, str]) -> None:
         """Embedding and head."""
         build = self.build
@@ -216,7 +258,9 @@ class TransformersForCausalLM(nn.Module):
         is_plain = type(head) is nn.Linear and head.weight.shape == (config.vocab_size, config.hidden_size)
         if head is None or not is_plain or head.bias is not None:
             if head is not None and head.weight is embedding.weight:
-                raise UnsupportedModelError(f"{config.architecture}: a head of this kind with tied weights is not implemented")
+                raise UnsupportedModelError(
+                    f"{config.architecture}: a head of this kind with tied weights is not implemented"
+                )
             return  # the library's own
         path = paths[id(head)]
         if head.weight is embedding.weight:
@@ -312,9 +356,10 @@ class TransformersForCausalLM(nn.Module):
             )
 
     @torch.inference_mode()
-    def _check_tokens_are_apart(self, like: torch.Tensor) -> None:
-        """Tokens must meet in attention only, and be placed by their positions only: with attention in which each sees
-        itself, a token's result must not depend on the others, nor on its place in the step."""
+    def _check_first(self, like: torch.Tensor) -> None:
+        """With weights, and with attention in which each token sees only itself: tokens must meet in attention only and
+        be placed by their positions only, so that a token's result depends neither on the others nor on its place in
+        the step. And rotations are left to attention where that is the same."""
         self._is_checked = True
         a, b, c, d = (number % self.build.config.vocab_size for number in (3, 7, 11, 19))
         last = self.build.max_model_len - 1
@@ -323,17 +368,45 @@ class TransformersForCausalLM(nn.Module):
         def run(tokens: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
             return self._run(like.new_tensor(tokens), like.new_tensor(positions)).float()
 
-        self._step.is_local = True
         try:
-            first, second = run((a, b, c), (x, y, z)), run((c, d, a), (z, y, x))
+            self._step.check = LocalCheck()
+            first = run((a, b, c, d), (x, y, z, last))
+            self._defer_rotations(lambda: run((a, b, c, d), (x, y, z, last)))
+            self._step.check = LocalCheck()
+            second = run((c, d, a, b), (z, y, x, last))
         finally:
-            self._step.is_local = False
-        difference = (first[[0, 2]] - second[[2, 0]]).norm() / first[[0, 2]].norm()
+            self._step.check = None
+        difference = float((first[[0, 2]] - second[[2, 0]]).norm() / first[[0, 2]].norm())
         if not difference < 0.05:
             raise UnsupportedModelError(
                 f"{self.build.config.architecture} cannot run through transformers here: its tokens depend on each "
-                f"other outside of attention, or on more than their positions (results differ by {float(difference):.0%})"
+                f"other outside of attention, or on more than their positions (results differ by {difference:.0%})"
             )
+
+    def _defer_rotations(self, run: Callable[[], object]) -> None:
+        """Let attention rotate queries and keys, unless `run` then gives it others than before."""
+        check = self._step.check
+        assert check is not None
+        check.compares = True
+        modules = [call.module for call in self.calls.values()]
+        forwards = [deferred_forward(module, self._deferral) for module in modules]
+        if not any(forwards):
+            return
+        for module, forward in zip(modules, forwards, strict=True):
+            if forward is not None:
+                module.forward = forward
+        try:
+            run()
+            is_same = check.error < (1e-3 if self.build.dtype is torch.float32 else 0.02)
+        except Exception as error:
+            logger.debug("rotations are not deferred: %s", error)
+            is_same = False
+        if not is_same:
+            logger.debug("rotations are not deferred: queries and keys differ by %.2g", check.error)
+            for module in modules:
+                module.__dict__.pop("forward", None)
+            self._step.rotation = None
+        self._deferral.forget()
 
     @property
     def caches(self) -> list[LayerCache]:
@@ -348,7 +421,7 @@ class TransformersForCausalLM(nn.Module):
 class _GivenStates(nn.Module):
     """Stands for the base model where only the head is to be computed."""
 
-    hidden: torch.Tensor | None = None
+    hidden: Any = None
 
     @property
     def decoder(self) -> nn.Module:
@@ -370,7 +443,9 @@ class _OnlyStates(BaseModelOutputWithPast):
 def _on_meta(modules: Sequence[tuple[nn.Module, Any, Any]]) -> Iterator[None]:
     """With the tensors of these modules on the meta device."""
     for module, parameters, buffers in modules:
-        module._parameters = {k: None if v is None else nn.Parameter(v.to("meta"), False) for k, v in parameters.items()}
+        module._parameters = {
+            k: None if v is None else nn.Parameter(v.to("meta"), False) for k, v in parameters.items()
+        }
         module._buffers = {k: None if v is None else v.to("meta") for k, v in buffers.items()}
     try:
         yield
@@ -381,16 +456,19 @@ def _on_meta(modules: Sequence[tuple[nn.Module, Any, Any]]) -> Iterator[None]:
 
 def _library_config(raw: Mapping[str, Any], architecture: str) -> PretrainedConfig:
     """The library's config object for a config.json. Raises if the library has no such causal language model."""
-    family = raw.get("model_type")
-    known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(family or "")
+    family = str(raw.get("model_type"))
+    known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(family)
     if family not in CONFIG_MAPPING or architecture not in (known if isinstance(known, (tuple, list)) else (known,)):
         code = "; code that comes with a checkpoint is not run" if raw.get("auto_map") else ""
         raise UnsupportedModelError(
-            f"architecture {architecture!r} (model_type {family!r}) is not implemented, and the installed transformers "
-            f"library has no such causal language model{code}; implemented: {', '.join(supported())}"
+            f"{architecture} with model_type {family!r} is not a causal language model of the installed transformers "
+            f"library{code}"
         )
     fields = {key: value for key, value in raw.items() if key not in ("quantization_config", "dtype", "torch_dtype")}
-    return CONFIG_MAPPING[family].from_dict(fields)
+    try:
+        return CONFIG_MAPPING[family].from_dict(fields)
+    except Exception as error:
+        raise CheckpointError(f"the config of {architecture} is refused by transformers: {error}") from error
 
 
 def _make_model(build: BuildContext) -> Any:
@@ -410,7 +488,8 @@ def _make_model(build: BuildContext) -> Any:
         )
     if others := sorted({*(getattr(config, "layer_types", None) or ())} - _LAYER_TYPES):
         raise UnsupportedModelError(
-            f"{architecture} has layers of the types {', '.join(others)}, which are not implemented through transformers"
+            f"{architecture} has layers of the types {', '.join(others)}, which are not implemented through "
+            "transformers"
         )
     _check_rope(config, architecture)
     try:
@@ -493,9 +572,7 @@ def _heads(build: BuildContext, whole: LayerCall, own: LayerCall) -> Heads:
     return heads
 
 
-def _experts(
-    build: BuildContext, path: str, module: Any, names: CheckpointNames, plan: ParallelPlan
-) -> Experts:
+def _experts(build: BuildContext, path: str, module: Any, names: CheckpointNames, plan: ParallelPlan) -> Experts:
     """The engine's experts for the library's. Raises for kinds that its kernels do not compute."""
     refused = [
         word
