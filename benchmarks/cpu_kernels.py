@@ -18,7 +18,7 @@ import torch.nn.functional as F
 
 from quire.kernels.cpu.ops import CpuOps
 from quire.kernels.reference import TorchOps
-from quire.layers.attention.base import AttentionInputs
+from quire.layers.attention.base import AttentionInputs, AttentionSpec
 from quire.layers.attention.cpu import CpuPagedAttention
 
 HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_DIM, MLP, VOCABULARY = 576, 30, 9, 3, 64, 1536, 49152
@@ -101,7 +101,7 @@ def attention(dtype: torch.dtype, rounds: int) -> None:
         best = compare(
             rounds,
             repeats,
-            quire=lambda q=q, kv=kv, inputs=inputs: backend.attend(q, kv, inputs, HEAD_DIM**-0.5, None),
+            quire=lambda q=q, kv=kv, inputs=inputs: backend.attend(q, kv, inputs, AttentionSpec(HEAD_DIM**-0.5)),
             torch=fused,
         )
         cache = sum(context for _, context in rows) * 2 * KV_HEADS * HEAD_DIM * dtype.itemsize

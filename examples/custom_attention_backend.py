@@ -10,19 +10,19 @@ class TextbookAttention:
 
     graph_safe = False  # it asks the device how long each row is, which a captured graph cannot
 
-    def prepare(self, heads, kv, inputs, window): ...  # before a layer's keys are written; nothing to work out ahead
+    def prepare(self, heads, kv, inputs, spec): ...  # before a layer's keys are written; nothing to work out ahead
 
-    def attend(self, q, kv, inputs, scale, window):
+    def attend(self, q, kv, inputs, spec):
+        assert spec.sinks is None and spec.soft_cap is None, "not in this textbook"
         out, group = torch.empty_like(q), q.shape[1] // kv.shape[2]  # `group` query heads share a KV head
         for row in range(inputs.num_rows):
             begin, end = inputs.query_starts[row : row + 2].tolist()
-            context = int(inputs.context_lens[row])
-            past = context - (end - begin)
+            past = (context := int(inputs.context_lens[row])) - (end - begin)
             blocks = inputs.own_tables(-(-context // kv.shape[3]))[row].long()  # the last one may be part full
             keys, values = kv[blocks].permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :context].repeat_interleave(group, 1)
-            seen = q.new_ones(end - begin, context).tril(past).triu(past + 1 - (window or context))
-            scores = (q[begin:end].transpose(0, 1) @ keys.transpose(-1, -2) * scale).masked_fill(seen == 0, -torch.inf)
-            out[begin:end] = (scores.softmax(-1) @ values).transpose(0, 1)
+            seen = q.new_ones(end - begin, context).tril(past).triu(past + 1 - (spec.window or context))
+            scores = q[begin:end].transpose(0, 1) @ keys.transpose(-1, -2) * spec.scale
+            out[begin:end] = (scores.masked_fill(seen == 0, -torch.inf).softmax(-1) @ values).transpose(0, 1)
         return out.flatten(1)
 
 

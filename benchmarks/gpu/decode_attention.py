@@ -91,8 +91,12 @@ class Case:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="the default tile shape only")
-    quick = parser.parse_args().quick
+    parser.add_argument("--model", choices=MODELS, help="these heads only")
+    args = parser.parse_args()
+    quick = args.quick
     for model, (heads, kv_heads, dim) in MODELS.items():
+        if args.model not in (None, model):
+            continue
         kernels = {
             tile: DecodeAttention(heads, kv_heads, dim, MAX_ROWS, torch.bfloat16, torch.device("cuda"), tile=tile)
             for tile in ([None] if quick else TILES)

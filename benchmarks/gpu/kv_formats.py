@@ -24,7 +24,7 @@ from quire.kernels.triton.launch import let_threads_launch
 from quire.kernels.triton.prefill_attention import PrefillTile, plan_tiles, prefill_attention, prefill_tile
 from quire.kernels.triton.prefix_attention import PrefixAttention, PrefixTile, prefix_tile
 from quire.kernels.triton.qkv import prepare_qkv
-from quire.layers.attention.base import AttentionInputs, KVSpec
+from quire.layers.attention.base import AttentionInputs, AttentionSpec, KVSpec
 from quire.layers.attention.torch_paged import TorchPagedAttention
 from quire.worker.kv import KVCache
 
@@ -137,7 +137,7 @@ def exact(case: Any, starts: torch.Tensor, decodes: int, longest: int) -> torch.
     )  # fmt: skip
     kv = case.layers[-1]
     return TorchPagedAttention().attend(
-        case.q.float(), kv if isinstance(kv, QuantizedKV) else kv.float(), inputs, SCALE, None
+        case.q.float(), kv if isinstance(kv, QuantizedKV) else kv.float(), inputs, AttentionSpec(SCALE)
     )
 
 

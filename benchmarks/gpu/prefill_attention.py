@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from quire.kernels.triton.prefill_attention import PrefillTile, plan_tiles, prefill_attention, prefill_tile
-from quire.layers.attention.base import AttentionInputs
+from quire.layers.attention.base import AttentionInputs, AttentionSpec
 from quire.layers.attention.torch_paged import TorchPagedAttention
 
 DIM, BLOCK, LAYERS, RUN_LAYERS = 128, 16, 32, 4
@@ -98,7 +98,7 @@ def check(heads: int, kv_heads: int) -> None:
         block_tables=step.tables[: step.num_rows], num_rows=step.num_rows, num_tokens=step.num_tokens, num_decodes=0,
         max_query_len=300, max_context_len=700,
     )  # fmt: skip
-    wanted = TorchPagedAttention().attend(step.q.float(), step.cache[:, 1].float(), inputs, DIM**-0.5, None)
+    wanted = TorchPagedAttention().attend(step.q.float(), step.cache[:, 1].float(), inputs, AttentionSpec(DIM**-0.5))
     for tile in VARIANTS:
         step.out.fill_(torch.nan)
         step.attend(range(1, 2), step.plan(tile), tile)

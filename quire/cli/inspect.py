@@ -212,7 +212,9 @@ def _describe_tokenizer(config: EngineConfig, files: ModelFiles) -> str:
 def _print_estimate(config: EngineConfig, files: ModelFiles, model: ModelConfig) -> None:
     estimate = estimate_memory(config, files, model)
     plan = estimate.memory
-    full = plan.cache_tokens / estimate.max_model_len
+    full = (plan.num_blocks - 1) / plan.blocks_for(estimate.max_model_len)
+    fixed = (plan.blocks_for(0) + sum(plan.window_blocks)) * plan.cache // plan.num_blocks
+    each = f"{readable_bytes(estimate.token_bytes)} per token in {estimate.kv_format}"
     print(
         table(
             [
@@ -220,7 +222,7 @@ def _print_estimate(config: EngineConfig, files: ModelFiles, model: ModelConfig)
                 ("weights", f"{readable_bytes(plan.weights)} in {estimate.dtype}"),
                 (
                     "KV cache",
-                    f"{readable_bytes(estimate.token_bytes)} per token in {estimate.kv_format}; "
+                    f"{each}{f', {readable_bytes(fixed)} per request' if fixed else ''}; "
                     f"{readable_bytes(plan.cache)} in total",
                 ),
                 ("capacity", f"{plan.cache_tokens} tokens in {plan.num_blocks - 1} blocks of {config.block_size}"),
@@ -261,15 +263,16 @@ def estimate_memory(config: EngineConfig, files: ModelFiles, model: ModelConfig)
     rows, tokens = budgets(config, platform, longest)
     free = platform.free_memory()
     needs = estimate_needs(config, files, model, platform, StepLimits(longest, rows, tokens))
+    memory = needs.plan(config, platform, free)
     return MemoryEstimate(
         device=platform.describe(),
         dtype=str(needs.dtype).removeprefix("torch."),
         free_bytes=free,
         parameters=needs.parameters,
         active_parameters=needs.active_parameters,
-        token_bytes=needs.block_bytes / config.block_size,
+        token_bytes=memory.full_groups * needs.block_bytes / config.block_size,
         kv_format=str(needs.dtype).removeprefix("torch.") if needs.kv_format is None else needs.kv_format.name,
         max_model_len=longest,
         max_num_seqs=rows,
-        memory=needs.plan(config, platform, free),
+        memory=memory,
     )

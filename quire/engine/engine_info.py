@@ -27,6 +27,8 @@ class EngineInfo:
     block_size: int
     num_blocks: int
     """Usable blocks, without the reserved one."""
+    cache_tokens: int
+    """Tokens of one request that fit in the cache."""
     weight_bytes: int
     kv_bytes: int
     start_seconds: float
@@ -38,8 +40,3 @@ class EngineInfo:
     def block_bytes(self) -> int:
         """Bytes of a block."""
         return self.kv_bytes // (self.num_blocks + 1)
-
-    @property
-    def cache_tokens(self) -> int:
-        """Tokens that fit in the KV cache."""
-        return self.num_blocks * self.block_size

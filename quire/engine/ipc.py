@@ -124,6 +124,7 @@ class EngineReady(msgspec.Struct, tag=True):
     max_num_batched_tokens: int
     block_size: int
     num_blocks: int
+    cache_tokens: int
     weight_bytes: int
     kv_bytes: int
     start_seconds: float

@@ -190,6 +190,7 @@ def _start(link: ipc.MessageLink, make: MakeEngine | None) -> EngineCore | None:
             max_num_batched_tokens=info.max_num_batched_tokens,
             block_size=info.block_size,
             num_blocks=info.num_blocks,
+            cache_tokens=info.cache_tokens,
             weight_bytes=info.weight_bytes,
             kv_bytes=info.kv_bytes,
             start_seconds=info.start_seconds,

@@ -31,6 +31,8 @@ from quire.worker.sensitivity import resolve_auto
 
 logger = logging.getLogger(__name__)
 
+MOST_TOKENS = 1 << 40
+"""Tokens that a cache without a full group is said to hold: a request takes the same blocks whatever its length."""
 MATCHER_BYTES = 1 << 30
 """Memory that a matcher process may use to compile and match a grammar."""
 
@@ -67,8 +69,9 @@ def make_engine(
     limits = StepLimits(longest, rows, tokens)
     started = backend.start(ExecutorSpec(config, files, model, platform, limits, lockstep))
     memory = started.memory
-    tables = BlockTables(memory.num_blocks, config.block_size, config.enable_prefix_caching)
-    fingerprint = kv_fingerprint(config, files, model, stored_dtype(config, files, model, started.dtype))
+    tables = BlockTables(memory.num_blocks, config.block_size, config.enable_prefix_caching, started.groups)
+    dtype = stored_dtype(config, files, model, started.dtype)
+    fingerprint = kv_fingerprint(config, files, model, dtype, started.layout)
     keys = ContentKeys(config.block_size, fingerprint)
     tiers = make_tiers(config, fingerprint, tables, started.host_room)
 
@@ -91,16 +94,18 @@ def make_engine(
             num_blocks=memory.num_blocks, cache_bytes=memory.cache, device=started.device, dtype=started.dtype,
         )  # fmt: skip
     core = EngineCore(scheduler, executor, depth, not config.disable_log_stats, config.step_timeout, grammars, keeper)
+    cache_tokens = min(tables.tokens_in(tables.pool.capacity), MOST_TOKENS)
     info = EngineInfo(
         files=files,
         model=model,
         device=started.device,
         dtype=started.dtype.removeprefix("torch."),
-        max_model_len=_fitting_len(config, longest, tables.pool.capacity * config.block_size + 1),
+        max_model_len=_fitting_len(config, longest, cache_tokens + 1),
         max_num_seqs=rows,
         max_num_batched_tokens=tokens,
         block_size=config.block_size,
         num_blocks=tables.pool.capacity,
+        cache_tokens=cache_tokens,
         weight_bytes=started.weight_bytes,
         kv_bytes=started.cache_bytes,
         memory=memory,

@@ -37,16 +37,17 @@ def stored_dtype(config: EngineConfig, files: ModelFiles, model: ModelConfig, dt
     return dtype if name == "auto" or name in DTYPES else f"{dtype} as {name.removesuffix('_e4m3')}"
 
 
-def kv_fingerprint(config: EngineConfig, files: ModelFiles, model: ModelConfig, dtype: str) -> bytes:
-    """What the content of blocks depends on besides their tokens. `dtype`: how they store keys and values."""
+def kv_fingerprint(config: EngineConfig, files: ModelFiles, model: ModelConfig, dtype: str, layout: str = "") -> bytes:
+    """What the content of blocks depends on besides their tokens. `dtype`: how they store keys and values; `layout`:
+    where in a block each layer's are, if the model is not a plain one."""
     weights = weights_fingerprint(files, model, config.load_format, config.seed)
     # With several ranks a block is the concatenation of their parts.
     sizes = (config.tensor_parallel_size, config.pipeline_parallel_size, config.pipeline_layers)
     cut = "" if config.num_ranks == 1 else "|{}|{}|{}".format(*sizes)
-    rounded = on_load_identity(config)
     own = implementation(model.architecture, config.model_impl) == "quire"
-    code = "" if own else "|through transformers"
-    return weights + f"|{dtype}|{config.block_size}|{LAYOUT}{cut}{code}{'|' if rounded else ''}{rounded}".encode()
+    code = "" if own else "through transformers"
+    more = "".join(f"|{part}" for part in (code, on_load_identity(config), layout) if part)
+    return weights + f"|{dtype}|{config.block_size}|{LAYOUT}{cut}{more}".encode()
 
 
 def make_tiers(
@@ -85,7 +86,7 @@ def make_sessions(
     else:
         folder = Path(config.kv_disk).expanduser() / "sessions"
         store = SessionStore.open(folder, make_room=None if blocks is None else blocks.free_space)
-    pinned = None if blocks is None else PinnedBlocks(store, blocks, keys, fingerprint)
+    pinned = None if blocks is None else PinnedBlocks(store, blocks, keys, fingerprint, tables if tables.others else None)
     if pinned is not None:
         pinned.pin_all()
         logger.info("%d sessions in %s", len(store), store.folder)

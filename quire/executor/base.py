@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from quire.executor.expert_balance import ExpertBalance
+from quire.messages.caches import FULL, CacheGroup
 from quire.messages.experts import Rebalanced
 from quire.messages.plan import StepMasks, StepPlan, StepResult
 
@@ -142,6 +143,11 @@ class StartedExecutor:
     cache_bytes: int
     reads_groups: bool
     """Whether attention reads a prefix that rows share once for all of them."""
+    groups: tuple[CacheGroup, ...] = (FULL,)
+    """The model's cache groups."""
+    layout: str = ""
+    """Names the layout of blocks on all ranks, if it is not that of a plain model: blocks of other layouts must not be
+    read."""
     host_room: HostTierInfo | None = None
     phases: dict[str, float] = field(default_factory=dict)
     """Seconds each part of the start took."""

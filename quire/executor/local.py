@@ -202,6 +202,8 @@ def _started(executor: Executor, worker: Worker, memory: MemoryPlan, platform: P
         weight_bytes=worker.needs.weight_bytes,
         cache_bytes=memory.cache,
         reads_groups=worker.reads_groups,
+        groups=worker.needs.groups,
+        layout=worker.needs.layout,
         host_room=None if worker.mover is None else worker.mover.tier_info(),
         phases=worker.phases,
     )

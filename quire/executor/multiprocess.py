@@ -92,6 +92,7 @@ class MultiprocessExecutor:
         self._ranks.receive(lambda: len(self._loaded) == len(self._ranks), self._handle, watch=False)
 
     def _make_caches(self, share_host: bool) -> None:
+        self._check_groups()
         # Ranks may have found different amounts of free memory; all of them have the same blocks.
         self._num_blocks = min(int(loaded.memory["num_blocks"]) for loaded in self._loaded.values())
         self._host = self._share_host() if share_host else None
@@ -99,6 +100,14 @@ class MultiprocessExecutor:
         messages = [wire.encode(wire.MakeCache(self._num_blocks, share)) for share in shares]
         self._ranks.send_bytes(messages, watch=False)
         self._ranks.receive(lambda: len(self._ready) == len(self._ranks), self._handle, watch=False)
+
+    def _check_groups(self) -> None:
+        """One plan is for all ranks: their block tables must have the same groups."""
+        for rank, loaded in self._loaded.items():
+            if loaded.groups != self._loaded[0].groups:
+                raise EngineDeadError(
+                    f"rank {rank} has the cache groups {loaded.groups}, and rank 0 {self._loaded[0].groups}"
+                )
 
     def _share_host(self) -> SharedHostMemory | None:
         """Host memory of all ranks, mapped here too for the disk tier."""
@@ -127,6 +136,8 @@ class MultiprocessExecutor:
             weight_bytes=sum(loaded.weight_bytes for loaded in self._loaded.values()),
             cache_bytes=sum(self._num_blocks * (plan["cache"] // plan["num_blocks"]) for plan in plans),
             reads_groups=first.reads_groups,
+            groups=first.groups,
+            layout="|".join(filter(None, (self._loaded[rank].layout for rank in sorted(self._loaded)))),
             host_room=self._host_room(),
             phases=first.phases,
         )

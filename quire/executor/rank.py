@@ -251,6 +251,8 @@ def _start(link: RankLink, start: wire.StartRank, host: int | None) -> RankLoop:
                 phases=worker.phases,
                 host_slots=worker.host_slots,
                 slot_bytes=worker.slot_bytes,
+                groups=worker.needs.groups,
+                layout=worker.needs.layout,
             )
         )
         cache = link.next()

@@ -8,6 +8,7 @@ import msgspec
 
 from quire.errors import ValidationError
 from quire.executor.child import ChildContext, RelayedLog
+from quire.messages.caches import FULL, CacheGroup
 from quire.messages.frames import frame
 from quire.messages.plan import MovesDone
 
@@ -106,6 +107,10 @@ class WeightsLoaded(msgspec.Struct, tag=True):
     """Blocks that fit in its host memory…"""
     slot_bytes: int = 0
     """…and the bytes of its part of one."""
+    groups: tuple[CacheGroup, ...] = (FULL,)
+    """Cache groups: all ranks must have the same…"""
+    layout: str = ""
+    """…but may lay them out differently: each has its own layers, and its own bytes of them."""
 
 
 class RankReady(msgspec.Struct, tag=True):

@@ -7,7 +7,10 @@ from typing import Protocol
 
 import torch
 
+from quire.kernels.gates import PLAIN_EXPERTS, ExpertVariant
 from quire.kernels.kv import LayerKV
+from quire.kernels.routing import RouteRule
+from quire.kernels.states import DeltaNet, Mamba2, States, StepRows
 from quire.kernels.weights.base import Weight
 
 
@@ -107,6 +110,7 @@ class Ops(Protocol):
         renormalise: bool,
         counts: torch.Tensor | None = None,
         slots: torch.Tensor | None = None,
+        rule: RouteRule | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(weights [tokens, top_k] float32, experts [tokens, top_k] int32): the experts each token is routed to.
 
@@ -117,6 +121,7 @@ class Ops(Protocol):
         counts  [experts] int64, in place: incremented by how often each expert was chosen; None: not counted
         slots   [tokens] int64: cache slots; a token with slot 0 is padding. Devices that pad steps route it to no
                 expert (-1) and do not count it
+        rule    another way to choose and weight; with shared experts there are that many more columns
         """
         ...
 
@@ -127,6 +132,7 @@ class Ops(Protocol):
         experts: torch.Tensor,
         gate_up: Weight,
         down: Weight,
+        variant: ExpertVariant = PLAIN_EXPERTS,
     ) -> torch.Tensor:
         """The weighted sum over each token's experts: sum of weight * down_e(silu(gate_e(x)) * up_e(x)).
 
@@ -134,6 +140,7 @@ class Ops(Protocol):
         weights [tokens, top_k] float32, experts [tokens, top_k] int32: what `route` returned
         gate_up [experts, 2 * width, hidden]: an expert's gate rows, then its up rows
         down    [experts, hidden, width]
+        variant another activation than silu, biases
 
         The result is [tokens, hidden], of x's dtype; the sum over experts is in float32. An index outside
         0 .. experts - 1 adds nothing (an expert on another rank).
@@ -153,10 +160,13 @@ class Ops(Protocol):
         renormalise: bool,
         counts: torch.Tensor | None = None,
         slots: torch.Tensor | None = None,
+        rule: RouteRule | None = None,
+        variant: ExpertVariant = PLAIN_EXPERTS,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(`experts` of rms_norm(stream), routed by `route`, stream).
 
         router [experts, hidden]: linear(rms_norm(stream), router) are the logits. The stream may overwrite residual.
+        Shared experts of the rule come after the routed ones in gate_up and down.
         """
         ...
 
@@ -185,6 +195,54 @@ class Ops(Protocol):
         """
         ...
 
+    def prepare_latent(
+        self,
+        q: torch.Tensor,
+        latent: torch.Tensor,
+        positions: torch.Tensor,
+        cos_sin: torch.Tensor,
+        gain: torch.Tensor,
+        eps: float,
+        cache: torch.Tensor,
+        slots: torch.Tensor,
+        interleaved: bool,
+    ) -> None:
+        """Latent attention's cache entries: norm the latent part, rotate the rest, write both; rotate the queries.
+
+        q        [tokens, heads, head_dim], any strides but the last: the last rotary_dim of each head are rotated in
+                 place
+        latent   [tokens, rank + rotary_dim], any stride between tokens: overwritten with what is stored
+        cos_sin  [max_position, rotary_dim] float32, as in `prepare_qkv`
+        gain     [rank]: RMS norm of the first `rank` values
+        cache    one layer's cache [blocks, block_size, rank + rotary_dim], any stride between blocks
+        interleaved: dimensions 2i and 2i + 1 are a pair, not i and i + rotary_dim / 2
+        """
+        ...
+
+    def sigmoid_mul(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        """x * sigmoid(gate), both [tokens, width]; may overwrite x."""
+        ...
+
+    def delta_net(self, projected: torch.Tensor, layer: DeltaNet, states: States, step: StepRows) -> torch.Tensor:
+        """A gated delta net from its input products to its gated norm; reads and writes the rows' states.
+
+        projected [tokens, q | k | v | z | b | a]; the result is [tokens, value_heads * value_dim]
+        """
+        ...
+
+    def mamba2(self, projected: torch.Tensor, layer: Mamba2, states: States, step: StepRows) -> torch.Tensor:
+        """A Mamba 2 mixer from its input products to before its gate and norm; reads and writes the rows' states.
+
+        projected [tokens, z | x | B | C | dt]; the result is [tokens, heads * head_dim]
+        """
+        ...
+
+    def gated_norm(
+        self, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, groups: int, eps: float
+    ) -> torch.Tensor:
+        """rms_norm(x * silu(gate)) * weight, the norm over each of `groups` equal parts of a row."""
+        ...
+
     def capture(self, run: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Callable[[], None] | None]:
         """Run a forward pass and record it: the returned function replays it over the same memory.
 
@@ -200,8 +258,9 @@ class Ops(Protocol):
         ...
 
     def expert_kernels_of(
-        self, gate_up: Weight, down: Weight, top_k: int, renormalise: bool, routed: int, max_tokens: int
-    ) -> dict[object, Callable[[], object]]:
+        self, gate_up: Weight, down: Weight, top_k: int, renormalise: bool, routed: int, max_tokens: int,
+        variant: ExpertVariant = PLAIN_EXPERTS,
+    ) -> dict[object, Callable[[], object]]:  # fmt: skip
         """Tasks that launch the kernels of these experts for up to `max_tokens` tokens, each once, by name.
 
         routed: number of experts the router chooses among, on all ranks

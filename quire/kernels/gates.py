@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -32,3 +33,34 @@ def gate_mul(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
     """The activation of gate_up [tokens, 2 * width]: gate first, then up. Computed in float32, rounded once."""
     gate, up = gate_up.float().chunk(2, dim=-1)
     return GATES[activation](gate, up).to(gate_up.dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertVariant:
+    """How a mixture differs from experts with silu gates and without biases."""
+
+    activation: str = "silu"
+    gate_up_bias: torch.Tensor | None = None
+    """[experts, 2 * width]"""
+    down_bias: torch.Tensor | None = None
+    """[experts, hidden]"""
+    router_bias: torch.Tensor | None = None
+    """[experts]: added to the router's logits."""
+
+    @property
+    def is_biased(self) -> bool:
+        """Whether the experts' products have biases."""
+        return self.gate_up_bias is not None or self.down_bias is not None
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """Equal for mixtures that the same kernels serve."""
+        return self.activation, self.gate_up_bias is None, self.down_bias is None, self.router_bias is None
+
+    def biases(self, expert: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """One expert's biases of gate and up, and of down."""
+        first, second = self.gate_up_bias, self.down_bias
+        return None if first is None else first[expert], None if second is None else second[expert]
+
+
+PLAIN_EXPERTS = ExpertVariant()

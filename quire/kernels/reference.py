@@ -8,9 +8,12 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.nn.functional as F
 
+from quire.kernels import reference_states
 from quire.kernels.base import CompilableKernel
-from quire.kernels.gates import gate_mul
+from quire.kernels.gates import PLAIN_EXPERTS, ExpertVariant, gate_mul
 from quire.kernels.kv import LayerKV, QuantizedKV
+from quire.kernels.routing import RouteRule, add_shared, route_by_rule
+from quire.kernels.states import DeltaNet, Mamba2, States, StepRows
 from quire.kernels.weights.base import Weight, reference_linear
 
 
@@ -96,16 +99,14 @@ class TorchOps:
         renormalise: bool,
         counts: torch.Tensor | None = None,
         slots: torch.Tensor | None = None,
+        rule: RouteRule | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        wide = logits.float()
-        chosen = wide.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
-        weights = wide.softmax(dim=-1).gather(1, chosen)
-        if renormalise:
-            weights = weights / weights.sum(dim=-1, keepdim=True)
+        weights, chosen = route_by_rule(logits, top_k, renormalise, rule or _PLAIN)
         real = torch.ones_like(chosen) if slots is None else (slots != 0).to(chosen.dtype)[:, None].expand_as(chosen)
         if counts is not None:
             counts.scatter_add_(0, chosen.flatten(), real.flatten())
-        return weights, torch.where(real != 0, chosen, -1).int()
+        routed = torch.where(real != 0, chosen, -1).int()
+        return (weights, routed) if rule is None else add_shared(weights, routed, rule, logits.shape[1])
 
     def experts(
         self,
@@ -114,12 +115,15 @@ class TorchOps:
         experts: torch.Tensor,
         gate_up: Weight,
         down: Weight,
+        variant: ExpertVariant = PLAIN_EXPERTS,
     ) -> torch.Tensor:
         # Every expert computes every token: the routing is only on the device.
         total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         for index in range(gate_up.shape[0]):
             chosen = experts == index
-            product = self.linear(self.gated_linear(x, gate_up[index]), down[index])
+            first, second = variant.biases(index)
+            features = self.gated_linear(x, gate_up[index], first, variant.activation)
+            product = self.linear(features, down[index], second)
             weight = torch.where(chosen, weights, 0.0).sum(dim=-1, keepdim=True)
             total += torch.where(chosen.any(dim=-1, keepdim=True), product.float() * weight, 0.0)
         return total.to(x.dtype)
@@ -137,10 +141,13 @@ class TorchOps:
         renormalise: bool,
         counts: torch.Tensor | None = None,
         slots: torch.Tensor | None = None,
+        rule: RouteRule | None = None,
+        variant: ExpertVariant = PLAIN_EXPERTS,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         normed, stream = self.norm_stream(x, residual, gain, eps)
-        weights, experts = self.route(self.linear(normed, router), top_k, renormalise, counts, slots)
-        return self.experts(normed, weights, experts, gate_up, down), stream
+        logits = self.linear(normed, router, variant.router_bias)
+        weights, experts = self.route(logits, top_k, renormalise, counts, slots, rule)
+        return self.experts(normed, weights, experts, gate_up, down, variant), stream
 
     def prepare_qkv(
         self,
@@ -172,6 +179,44 @@ class TorchOps:
         values[block, :, offset] = v.to(kv.dtype)
         return q
 
+    def prepare_latent(
+        self,
+        q: torch.Tensor,
+        latent: torch.Tensor,
+        positions: torch.Tensor,
+        cos_sin: torch.Tensor,
+        gain: torch.Tensor,
+        eps: float,
+        cache: torch.Tensor,
+        slots: torch.Tensor,
+        interleaved: bool,
+    ) -> None:
+        rank, rotary = len(gain), cos_sin.shape[1]
+        angles = cos_sin[positions].unsqueeze(1)
+        for x in (q[..., -rotary:], latent[:, None, rank:]):
+            if interleaved:
+                apart = x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+                x.copy_(_rotate(apart, angles).unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2))
+            else:
+                x.copy_(_rotate(x, angles))
+        latent[:, :rank] = self.rms_norm(latent[:, :rank].contiguous(), gain, eps)
+        block_size = cache.shape[1]
+        cache[slots // block_size, slots % block_size] = latent
+
+    def sigmoid_mul(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        return (x.float() * gate.float().sigmoid()).to(x.dtype)
+
+    def delta_net(self, projected: torch.Tensor, layer: DeltaNet, states: States, step: StepRows) -> torch.Tensor:
+        return reference_states.delta_net(projected, layer, states, step)
+
+    def mamba2(self, projected: torch.Tensor, layer: Mamba2, states: States, step: StepRows) -> torch.Tensor:
+        return reference_states.mamba2(projected, layer, states, step)
+
+    def gated_norm(
+        self, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, groups: int, eps: float
+    ) -> torch.Tensor:
+        return reference_states.gated_norm(x, gate, weight, groups, eps)
+
     def capture(self, run: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Callable[[], None] | None]:
         return run(), None
 
@@ -181,9 +226,13 @@ class TorchOps:
         return []
 
     def expert_kernels_of(
-        self, gate_up: Weight, down: Weight, top_k: int, renormalise: bool, routed: int, max_tokens: int
-    ) -> dict[object, Callable[[], object]]:
+        self, gate_up: Weight, down: Weight, top_k: int, renormalise: bool, routed: int, max_tokens: int,
+        variant: ExpertVariant = PLAIN_EXPERTS,
+    ) -> dict[object, Callable[[], object]]:  # fmt: skip
         return {}
+
+
+_PLAIN = RouteRule()
 
 
 def _rotate(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:

@@ -19,7 +19,8 @@ class BlockPool:
     it is, or evicted and reused, least recently used first.
     """
 
-    def __init__(self, num_blocks: int, on_evict: Callable[[int], object] = lambda block: None) -> None:
+    def __init__(self, num_blocks: int, on_evict: Callable[[int], Sequence[int] | None] = lambda block: ()) -> None:
+        """`on_evict`: called with an evicted block; returns the other blocks that are of no use without it."""
         if num_blocks < 2:
             raise CacheTooSmallError(
                 f"the KV cache has room for {num_blocks} blocks; at least 2 are needed (one is reserved). "
@@ -123,5 +124,6 @@ class BlockPool:
         block, _ = self._idle.popitem(last=False)
         self._content[block] = 0
         self.evicted += 1
-        self._on_evict(block)
+        for other in self._on_evict(block) or ():
+            self.forget(other)
         return block

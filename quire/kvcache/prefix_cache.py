@@ -8,6 +8,10 @@ import numpy as np
 from blake3 import blake3
 
 
+KEY_BYTES = 32
+"""Length of a content key."""
+
+
 class ContentKeys:
     """Content keys of blocks, over their tokens and all tokens before them: equal key, equal KV.
 
@@ -51,14 +55,24 @@ class ContentKeys:
 
 
 class PrefixCache:
-    """Content key → block, and block → content key."""
+    """Index key → cached object, and block → index key.
+
+    An object is a block of one cache group, or a snapshot of a recurrent state, which has several blocks. Its index key
+    is the content key at its end, followed by its group unless that is the first (`index_key`).
+    """
 
     def __init__(self) -> None:
         self._block_of: dict[bytes, int] = {}
         self._key_of: dict[int, bytes] = {}
+        self._blocks_of: dict[bytes, tuple[int, ...]] = {}
+        """Objects of several blocks."""
 
     def __len__(self) -> int:
+        """Cached objects."""
         return len(self._block_of)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._block_of
 
     def match(self, keys: Iterable[bytes]) -> list[int]:
         """Blocks of the longest cached prefix of `keys`."""
@@ -70,6 +84,16 @@ class PrefixCache:
             blocks.append(block)
         return blocks
 
+    def get(self, key: bytes) -> int | None:
+        """The block with this key; of an object of several blocks, its first."""
+        return self._block_of.get(key)
+
+    def blocks_of(self, key: bytes) -> tuple[int, ...]:
+        """All blocks of the object with this key; none if it is not cached."""
+        if (block := self._block_of.get(key)) is None:
+            return ()
+        return self._blocks_of.get(key) or (block,)
+
     def add(self, key: bytes, block: int) -> bool:
         """Record which block has `key`; False if another block already has the same content."""
         if key in self._block_of:
@@ -80,18 +104,49 @@ class PrefixCache:
         self._key_of[block] = key
         return True
 
-    def remove(self, block: int) -> bool:
-        """Remove the block; False if it was not cached."""
-        key = self._key_of.pop(block, None)
-        if key is None:
+    def add_object(self, key: bytes, blocks: Sequence[int]) -> bool:
+        """The same for an object of several blocks."""
+        if not self.add(key, blocks[0]):
             return False
-        del self._block_of[key]
+        for block in blocks[1:]:
+            if block in self._key_of:
+                raise RuntimeError(f"block {block} is already cached with other content")
+            self._key_of[block] = key
+        if len(blocks) > 1:
+            self._blocks_of[key] = tuple(blocks)
         return True
 
+    def remove(self, block: int) -> Sequence[int]:
+        """Remove the object that the block belongs to; returns the object's blocks, none if it was not cached."""
+        key = self._key_of.pop(block, None)
+        if key is None:
+            return ()
+        del self._block_of[key]
+        if not self._blocks_of or (blocks := self._blocks_of.pop(key, None)) is None:
+            return (block,)
+        for other in blocks:
+            self._key_of.pop(other, None)
+        return blocks
+
     def key_of(self, block: int) -> bytes | None:
-        """The block's content key, if it is cached."""
+        """The index key of the object that the block belongs to, if it is cached."""
         return self._key_of.get(block)
 
     def blocks(self) -> list[int]:
         """All cached blocks."""
         return list(self._key_of)
+
+
+def index_key(key: bytes, group: int) -> bytes:
+    """The key of a group's object in the prefix cache. Groups after the first add their number to the content key."""
+    return key if not group else key + bytes((group,))
+
+
+def split_index_key(key: bytes) -> tuple[bytes, int]:
+    """The content key and the group of a key in the prefix cache."""
+    return (key, 0) if len(key) == KEY_BYTES else (key[:-1], key[-1])
+
+
+def page_key(key: bytes, group: int, index: int = 0) -> bytes:
+    """The key of an object's page `index` in the tiers below the device, of the same length as a content key."""
+    return key if not group and not index else blake3(key + b"%d.%d" % (group, index)).digest()

@@ -18,6 +18,7 @@ _KNOWN: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu_new": _gelu_tanh,
     "gelu_pytorch_tanh": _gelu_tanh,
     "relu": F.relu,
+    "relu2": lambda x: F.relu(x).square(),
     "silu": F.silu,
 }
 

@@ -87,13 +87,15 @@ class LMHead(VocabMatrix):
 class PositionEmbedding(nn.Module):
     """A learned vector per position, whole on every rank."""
 
-    def __init__(self, build: BuildContext, name: str) -> None:
+    def __init__(self, build: BuildContext, name: str, offset: int = 0) -> None:
+        """`offset`: the table's row of position 0."""
         super().__init__()
         self.name = name
-        self.weight = build.parameter(build.config.max_position, build.config.hidden_size)
+        self.offset = offset
+        self.weight = build.parameter(build.config.max_position + offset, build.config.hidden_size)
 
     def forward(self, positions: torch.Tensor) -> torch.Tensor:
-        return F.embedding(positions, self.weight)
+        return F.embedding(positions + self.offset if self.offset else positions, self.weight)
 
     def targets(self) -> dict[str, list[AnyTarget]]:
         """The table, whole."""

@@ -64,7 +64,8 @@ class ExpertShare:
 class ExpertNaming:
     """Names of a sparse MLP's tensors, relative to the decoder layer.
 
-    `{}` is an expert's number; a name without it is one tensor with all experts.
+    `{}` is an expert's number; a name without it is one tensor with all experts. If it is the same for gate and up,
+    the tensor has the gate rows of each expert, then its up rows.
     """
 
     router: str
@@ -202,7 +203,7 @@ class ExpertWeights:
         router = Target(self.router, tuple(self.router.shape))
         return {
             ROUTER: [replace(router, layouts=self._router_layouts(router))],
-            GATE_UP: [replace(target, layouts=self._layouts({"gate": gate, "up": up})) for target in gate_up],
+            GATE_UP: [replace(target, layouts=self._layouts({"gate": gate, "up": up}, gate_up)) for target in gate_up],
             DOWN: [replace(target, layouts=self._layouts({"down": down})) for target in down.stacked(share)],
         }
 
@@ -226,10 +227,12 @@ class ExpertWeights:
         names = {naming.router for naming in self.namings} - {ROUTER}
         return tuple(TensorLayout((name,), lambda name=name: {name: [target]}) for name in names)  # type: ignore[misc]
 
-    def _layouts(self, matrices: Mapping[str, _AnyMatrix]) -> tuple[TensorLayout, ...]:
-        """For each naming, the tensors that together hold these matrices."""
+    def _layouts(self, matrices: Mapping[str, _AnyMatrix], pair: Sequence[AnyTarget] = ()) -> tuple[TensorLayout, ...]:
+        """For each naming, the tensors that together hold these matrices. `pair`: the targets of gate and up in one."""
 
         def layout(naming: ExpertNaming) -> TensorLayout:
+            if pair and naming.gate == naming.up:
+                return TensorLayout((naming.gate,), lambda: {naming.gate: pair})
             named = [(naming.of(kind), matrix) for kind, matrix in matrices.items()]
             return TensorLayout(
                 tuple(full for name, matrix in named for full in matrix.names(name, self.share)),
@@ -294,6 +297,29 @@ class QuantizedExperts:
             for part, found in zip(others, (first, first, second), strict=True):
                 collected |= {f"{part.name}.{key}": [] for key in found.stored(part.shape, part.rows, part.columns)}
         return collected
+
+
+def shared_targets(gate_up: torch.Tensor, down: torch.Tensor, share: ExpertShare) -> dict[str, list[AnyTarget]]:
+    """The tensors of shared experts, held as stacks [shared, 2 * width kept, hidden] and [shared, hidden, width kept].
+
+    A checkpoint has one matrix for all of them: an expert is `total_width` adjacent features of it.
+    """
+    if not len(gate_up):
+        return {}
+    width, features, hidden = share.total_width, share.features, down.shape[1]
+    tall, wide = (len(gate_up) * width, hidden), (hidden, len(gate_up) * width)
+    halves = gate_up.split(share.width, dim=1)
+    collected: dict[str, list[AnyTarget]] = {
+        f"mlp.shared_experts.{name}_proj.weight": [] for name in ("gate", "up", "down")
+    }
+    for place in range(len(gate_up)):
+        rows = slice(place * width + features.start, place * width + features.stop)
+        for name, half in zip(("gate", "up"), halves, strict=True):
+            keep = _unless_whole((rows,), tall[:1])
+            collected[f"mlp.shared_experts.{name}_proj.weight"].append(Target(half[place], tall, keep))
+        keep = _unless_whole((slice(0, hidden), rows), wide)
+        collected["mlp.shared_experts.down_proj.weight"].append(Target(down[place], wide, keep))
+    return collected
 
 
 def _or_stacked(targets: Mapping[str, AnyTarget], name: str, expert: int, total: int) -> dict[str, list[AnyTarget]]:

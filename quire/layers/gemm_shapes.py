@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from torch import nn
 
+from quire.kernels.gates import ExpertVariant
 from quire.kernels.weights.base import QuantizedWeight, Weight
 from quire.layers.embedding import LMHead
 from quire.layers.linear import FusedLinear, ReplicatedLinear, RowParallelLinear
@@ -34,12 +35,13 @@ def layer_gemms(model: nn.Module) -> list[LayerGemm]:
     for module in model.modules():
         if isinstance(module, SparseMLP):
             for normed in (True, False):  # few tokens; many
-                router = LayerGemm(module.router, normed=normed, gated=False, bias=False)
+                router = LayerGemm(module.router, normed, gated=False, bias=module.variant.router_bias is not None)
                 gemms.setdefault((tuple(module.router.shape), *router[1:]), router)
         elif isinstance(module, (FusedLinear, ReplicatedLinear, RowParallelLinear, LMHead)):
             gated = isinstance(module, FusedLinear) and module.gated
             has_bias = isinstance(module, (FusedLinear, RowParallelLinear)) and module.bias is not None
-            gemm = LayerGemm(module.weight, isinstance(module, FusedLinear) and module.normed, gated, has_bias)
+            normed = isinstance(module, FusedLinear) and module.normed
+            gemm = LayerGemm(module.weight, normed, gated, has_bias)
             gemms.setdefault((kind_of(module.weight), *gemm[1:]), gemm)
     return list(gemms.values())
 
@@ -53,6 +55,12 @@ class LayerExperts(NamedTuple):
     renormalise: bool
     routed: int
     """Experts the router chooses among: more than are on this rank if other ranks hold some."""
+    variant: ExpertVariant
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """Equal for experts that the same kernels serve."""
+        return kind_of(self.gate_up), kind_of(self.down), *self[2:5], *self.variant.kind
 
 
 def layer_experts(model: nn.Module) -> list[LayerExperts]:
@@ -61,6 +69,8 @@ def layer_experts(model: nn.Module) -> list[LayerExperts]:
     for module in model.modules():
         if isinstance(module, SparseMLP):
             routing = module.routing
-            experts = LayerExperts(module.gate_up, module.down, routing.top_k, routing.renormalise, routing.num_experts)
-            found.setdefault((kind_of(module.gate_up), kind_of(module.down), *experts[2:]), experts)
+            experts = LayerExperts(
+                module.gate_up, module.down, module.choices, routing.renormalise, routing.num_experts, module.variant
+            )
+            found.setdefault(experts.kind, experts)
     return list(found.values())

@@ -7,7 +7,8 @@ results over the ranks: column then row costs one all-reduce.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import nn
@@ -18,9 +19,10 @@ from quire.errors import ConfigError
 from quire.kernels.weights.base import Weight
 from quire.layers.build_context import BuildContext
 from quire.layers.matrices import MatrixPart, formats_of, make_matrix, matrix_targets
-from quire.layers.norm import RMSNorm
+from quire.layers.norm import RMSNorm, halves
 from quire.loading.weights import AnyTarget, Target
 from quire.quantization.formats.base import Format
+from quire.quantization.formats.on_load import OnLoadFormat
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,8 @@ class FusedLinear(nn.Module):
     """Parts of several checkpoint matrices that read the same input, as one matrix [sum of kept rows, in]."""
 
     gated = False
+    normed = True
+    """Whether `norm_linear` is used: tells the warm-up which kernels to compile."""
     activation = "silu"
     normed = True
     """Whether its input comes from a norm that is fused with it (`norm_linear`)."""
@@ -148,17 +152,60 @@ class QKVLinear(FusedLinear):
         build: BuildContext,
         heads: Heads,
         bias: bool,
-        names: tuple[str, str, str] = ("q_proj", "k_proj", "v_proj"),
+        names: tuple[str, str, str] | str = ("q_proj", "k_proj", "v_proj"),
+        interleaved: int = 0,
     ) -> None:
+        """`names`: of three matrices, or of one that has all q, then all k, then all v heads. `interleaved`: the
+        first dimensions of each head, if dimension 2i is rotated with 2i + 1: q and k are reordered to rotate i with
+        i + half, as the kernels do. Their rows are, while loading; where these are in few bits, the outputs are."""
         config = build.config
-        q, k, v = names
-        rows, kv_rows = config.num_heads * heads.dim, config.num_kv_heads * heads.dim
-        parts = (
-            FusedPart(q, rows, heads.rows),
-            FusedPart(k, kv_rows, heads.kv_rows),
-            FusedPart(v, kv_rows, heads.kv_rows),
+        heights = [config.num_heads * heads.dim, *[config.num_kv_heads * heads.dim] * 2]
+        super().__init__(
+            build, config.hidden_size, _parts(names, heights, (heads.rows, heads.kv_rows, heads.kv_rows)), bias
         )
-        super().__init__(build, config.hidden_size, parts, bias)
+        self.heads = heads
+        self.interleaved = interleaved
+        self.order: torch.Tensor | None = None
+
+    def create_weights(self, build: BuildContext, owner: str) -> None:
+        """Make the matrix in the formats of its parts."""
+        if self.interleaved:
+            formats = formats_of(build, owner, self.parts)
+            is_one = len(self.parts) == 1
+            if is_one or any(each is not None and not isinstance(each, OnLoadFormat) for each in formats):
+                rotated = (len(self.heads.query) + len(self.heads.kv)) * self.heads.dim
+                rows = torch.arange(rotated + len(self.heads.kv) * self.heads.dim, device=build.device)
+                rows[:rotated] = halves(self.heads.dim, self.interleaved, rows[:rotated])
+                self.order = rows
+            else:
+                arrange = partial(halves, self.heads.dim, self.interleaved)
+                *rotated_parts, v = self.parts
+                self.parts = (*(replace(part, arrange=arrange) for part in rotated_parts), v)
+        super().create_weights(build, owner)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = super().forward(x)
+        return out if self.order is None else out[:, self.order]
+
+    def norm_linear(
+        self, norm: RMSNorm, x: torch.Tensor | None, residual: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        out, stream = super().norm_linear(norm, x, residual)
+        return (out if self.order is None else out[:, self.order]), stream
+
+
+def _parts(names: Sequence[str] | str, heights: Sequence[int], keeps: Sequence[slice]) -> list[FusedPart]:
+    """Parts that are matrices of their own, or consecutive rows of one."""
+    if not isinstance(names, str):
+        return [FusedPart(*part) for part in zip(names, heights, keeps, strict=True)]
+    total = sum(heights)
+    if all(keep == slice(0, height) for keep, height in zip(keeps, heights, strict=True)):
+        return [FusedPart(names, total, slice(0, total))]
+    starts = [sum(heights[:i]) for i in range(len(heights))]
+    return [
+        FusedPart(names, total, slice(start + keep.start, start + keep.stop))
+        for start, keep in zip(starts, keeps, strict=True)
+    ]
 
 
 class GateUpLinear(FusedLinear):
@@ -173,15 +220,16 @@ class GateUpLinear(FusedLinear):
         self,
         build: BuildContext,
         bias: bool,
-        names: tuple[str, str] = ("gate_proj", "up_proj"),
+        names: tuple[str, str] | str = ("gate_proj", "up_proj"),
         width: int | None = None,
         activation: str = "silu",
     ) -> None:
-        """`width`: the MLP's, if not the model's intermediate_size. `activation`: one of `gates.GATES`."""
+        """`names`: of two matrices, or of one that has both. `width`: the MLP's, if not the model's intermediate_size.
+        `activation`: one of `gates.GATES`."""
         self.activation = activation
         width = width or build.config.intermediate_size
         keep = build.ranks.slice(width, "MLP features")
-        super().__init__(build, build.config.hidden_size, [FusedPart(name, width, keep) for name in names], bias)
+        super().__init__(build, build.config.hidden_size, _parts(names, (width, width), (keep, keep)), bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.ops.gated_linear(x, self.weight, self.bias, self.activation)

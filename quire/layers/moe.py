@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
 from quire.distributed.collectives import all_reduce
 from quire.errors import ValidationError
+from quire.kernels.gates import PLAIN_EXPERTS, ExpertVariant
+from quire.kernels.routing import RouteRule
 from quire.kernels.weights.base import QuantizedWeight, Weight
 from quire.layers.build_context import BuildContext, quantized_weights
 from quire.layers.expert_parallel import ExpertDispatch
@@ -21,10 +23,11 @@ from quire.layers.expert_weights import (
     ExpertShare,
     ExpertWeights,
     QuantizedExperts,
+    shared_targets,
 )
 from quire.layers.norm import RMSNorm
 from quire.loading.model_config import ModelConfig, positive_integer
-from quire.loading.weights import AnyTarget
+from quire.loading.weights import AnyTarget, Target
 
 
 @dataclass(frozen=True)
@@ -36,12 +39,16 @@ class Routing:
     width: int
     renormalise: bool
     """Whether the weights of a token's experts sum to one."""
+    rule: RouteRule | None = None
+    """Another way to choose and weight than the largest of a softmax."""
+    bias: str = ""
+    """Name of a tensor [experts] that is added to the scores for the choice; empty: there is none."""
 
     @classmethod
     def from_config(cls, config: ModelConfig, width: str, renormalise: bool) -> Routing:
         """Read from the model's config; `width` is this family's name of that field."""
-        # The number of experts has one of two names, depending on the program that wrote the file, not on the family.
-        count = positive_integer(config.raw, "num_experts", "num_local_experts")
+        # The number of experts has one of three names, depending on the program that wrote the file.
+        count = positive_integer(config.raw, "num_experts", "num_local_experts", "n_routed_experts")
         top_k = positive_integer(config.raw, "num_experts_per_tok")
         if top_k > count:
             raise ValidationError(
@@ -73,6 +80,7 @@ class SparseMLP(nn.Module):
         self.ranks = build.ranks
         self.routing = routing
         self.namings = (*namings, STACKED_APART)
+        self.variant: ExpertVariant = PLAIN_EXPERTS
         self.dispatch: ExpertDispatch | None = None
         if build.experts is None:
             self.share = ExpertShare.of_rank(build.ranks, routing.num_experts, routing.width)
@@ -81,6 +89,11 @@ class SparseMLP(nn.Module):
             whole = slice(0, routing.width)
             self.share = ExpertShare(routing.num_experts, routing.width, self.dispatch.held, whole)
         hidden = build.config.hidden_size
+        self.rule = routing.rule
+        if routing.bias:
+            bias = nn.Parameter(build.memory.zeros((routing.num_experts,), torch.float32), requires_grad=False)
+            self.choice_bias = bias
+            self.rule = replace(routing.rule or RouteRule(), bias=bias)
         self.router = build.parameter(routing.num_experts, hidden)
         counts = torch.zeros(routing.num_experts, dtype=torch.int64, device=build.device)
         self.register_buffer("counts", counts, persistent=False)
@@ -95,16 +108,16 @@ class SparseMLP(nn.Module):
         routing = self.routing
         out, residual = self.ops.sparse_mlp(
             x, residual, norm.weight, norm.eps, self.router, self.gate_up, self.down, routing.top_k,
-            routing.renormalise, self.counts, slots,
+            routing.renormalise, self.counts, slots, self.rule, self.variant,
         )  # fmt: skip
         return all_reduce(out, self.ranks), residual
 
     def mix(self, x: torch.Tensor, slots: torch.Tensor | None = None) -> torch.Tensor:
         """The weighted sum of the experts' outputs for x."""
-        logits, routing = self.ops.linear(x, self.router), self.routing
+        logits, routing = self.ops.linear(x, self.router, self.variant.router_bias), self.routing
         exchanges = self.dispatch is not None and self.dispatch.ranks.exchanges
         places = None if exchanges else slots  # steps with exchanges are not padded
-        weights, experts = self.ops.route(logits, routing.top_k, routing.renormalise, self.counts, places)
+        weights, experts = self.ops.route(logits, routing.top_k, routing.renormalise, self.counts, places, self.rule)
         if self.dispatch is None:
             return all_reduce(self._run(x, weights, experts), self.ranks)
         if exchanges:
@@ -112,7 +125,7 @@ class SparseMLP(nn.Module):
         return all_reduce(self._run(x, weights, self.dispatch.local_slots(experts)), self.ranks)
 
     def _run(self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
-        return self.ops.experts(x, weights, experts, self.gate_up, self.down)
+        return self.ops.experts(x, weights, experts, self.gate_up, self.down, self.variant)
 
     def serve(self) -> None:
         """Compute the tokens that other ranks send, without own tokens."""
@@ -125,13 +138,20 @@ class SparseMLP(nn.Module):
         """Hold the experts that `placement` gives this rank. All ranks call this together."""
         assert self.dispatch is not None
         held = [stack for weight in (self.gate_up, self.down) for stack in _tensors(weight)]
+        held += [bias for bias in (self.variant.gate_up_bias, self.variant.down_bias) if bias is not None]
         self.dispatch.change(placement, *held)
+
+    @property
+    def choices(self) -> int:
+        """Experts a token goes through, shared ones included."""
+        return self.routing.top_k + (0 if self.rule is None else self.rule.shared)
 
     @property
     def idle_parameters(self) -> int:
         """Parameters of the experts that a token is not routed to."""
         total, top_k = self.routing.num_experts, self.routing.top_k
-        return (self.gate_up.numel() + self.down.numel()) * (total - top_k) // total
+        held = total + self.choices - top_k
+        return (self.gate_up.numel() + self.down.numel()) * (total - top_k) // held
 
     def create_weights(self, build: BuildContext, owner: str) -> None:
         """Make the experts' stacks in the format that the checkpoint has them in."""
@@ -141,19 +161,27 @@ class SparseMLP(nn.Module):
         if self._quantized is not None:
             self.gate_up, self.down = self._quantized.gate_up, self._quantized.down
             return
-        self.gate_up = build.parameter(len(share.experts), 2 * share.width, hidden)
-        self.down = build.parameter(len(share.experts), hidden, share.width)
+        held = len(share.experts) + self.choices - self.routing.top_k
+        self.gate_up = build.parameter(held, 2 * share.width, hidden)
+        self.down = build.parameter(held, hidden, share.width)
 
     def targets(self) -> dict[str, list[AnyTarget]]:
         """The router and the rank's part of the experts."""
+        biases: dict[str, list[AnyTarget]] = {}
+        if self.routing.bias:
+            biases[self.routing.bias] = [Target(self.choice_bias, tuple(self.choice_bias.shape))]
         if self._quantized is not None:
-            return self._quantized.targets(self.router, self.namings)
+            return biases | self._quantized.targets(self.router, self.namings)
         assert isinstance(self.gate_up, torch.Tensor) and isinstance(self.down, torch.Tensor)
-        return ExpertWeights(self.router, self.gate_up, self.down, self.share, self.namings).targets()
+        own = len(self.share.experts)
+        stacks = ExpertWeights(self.router, self.gate_up[:own], self.down[:own], self.share, self.namings).targets()
+        return biases | stacks | shared_targets(self.gate_up[own:], self.down[own:], self.share)
 
 
 def _tensors(weight: Weight) -> list[torch.Tensor]:
-    return list(weight.tensors.values()) if isinstance(weight, QuantizedWeight) else [weight]
+    if not isinstance(weight, QuantizedWeight):
+        return [weight]
+    return [*weight.tensors.values(), *([] if weight.copy is None else [weight.copy])]
 
 
 def expert_counts(model: nn.Module) -> dict[int, list[int]]:
@@ -200,7 +228,7 @@ def widest_mixture(model: nn.Module) -> int:
 
 
 def _activations_per_token(layer: SparseMLP) -> int:
-    activations = layer.routing.top_k * (3 * layer.share.width + layer.router.shape[1])
+    activations = layer.choices * (3 * layer.share.width + layer.router.shape[1])
     dispatch = layer.dispatch
     # In the worst case every rank sends all of its tokens to the same rank.
     return activations if dispatch is None or not dispatch.ranks.exchanges else activations * dispatch.ranks.size

@@ -7,7 +7,7 @@ Angles are float32 products of position and inverse frequency, as in the code th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,11 +42,22 @@ class _Rope:
         return 1.0 / (base ** (torch.arange(0, self.dim, 2, dtype=torch.float32) / self.dim))
 
 
-def rope_table(build: BuildContext) -> torch.Tensor:
-    """[max_model_len, rotary_dim] float32: cosines of each position's angles, then their sines."""
+def rope_tables(build: BuildContext, unrotated: Collection[int] = ()) -> list[torch.Tensor | None]:
+    """The table of each layer, shared where it is the same; None for layers that are not rotated."""
     config = build.config
-    given = config.rope
-    rope = _Rope(
+    table = rope_table(build)
+    windowed = table if config.window_rope is None else rope_table(build, config.window_rope)
+    of_layers = [table if window is None else windowed for window in config.windows]
+    return [None if layer in unrotated else of_layers[layer] for layer in range(config.num_layers)]
+
+
+def rope_table(build: BuildContext, rope: Mapping[str, Any] | None = None) -> torch.Tensor:
+    """[max_model_len, rotary_dim] float32: cosines of each position's angles, then their sines.
+
+    `rope`: parameters as in `config.rope`, if not those."""
+    config = build.config
+    given = config.rope if rope is None else rope
+    parameters = _Rope(
         kind=str(given.get("rope_type", "default")),
         dim=int(config.head_dim * given.get("partial_rotary_factor", 1.0)),
         base=float(given.get("rope_theta", 10000.0)),
@@ -59,10 +70,10 @@ def rope_table(build: BuildContext) -> torch.Tensor:
         positions=build.max_model_len,
         given=given,
     )
-    if rope.kind not in _KINDS:
-        raise UnsupportedModelError(f"rope type {rope.kind!r} is not implemented; known: {', '.join(sorted(_KINDS))}")
-    frequencies, factor = _KINDS[rope.kind](rope)
-    angles = torch.arange(rope.positions, dtype=torch.float32).unsqueeze(1) * frequencies
+    if (kind := parameters.kind) not in _KINDS:
+        raise UnsupportedModelError(f"rope type {kind!r} is not implemented; known: {', '.join(sorted(_KINDS))}")
+    frequencies, factor = _KINDS[kind](parameters)
+    angles = torch.arange(parameters.positions, dtype=torch.float32).unsqueeze(1) * frequencies
     return (torch.cat((angles.cos(), angles.sin()), dim=-1) * factor).to(build.device)
 
 
@@ -128,10 +139,35 @@ def _llama3(rope: _Rope) -> tuple[torch.Tensor, float]:
     return plain / factor * (1 - kept) + plain * kept, 1.0
 
 
+def _longrope(rope: _Rope) -> tuple[torch.Tensor, float]:
+    """LongRoPE (arXiv 2402.13753): a divisor for each pair; one list up to the original length, another past it.
+
+    The list is chosen by the longest sequence the engine allows, not by each sequence's own length: otherwise all keys
+    of a sequence would change when it passes the original length, and a cached block would depend on the request.
+    """
+    original, given = rope.original_max_position, rope.given
+    name = "long_factor" if rope.positions > original else "short_factor"
+    divisors = given.get(name)
+    if not isinstance(divisors, (list, tuple)) or len(divisors) != rope.dim // 2:
+        raise UnsupportedModelError(
+            f"rope type 'longrope' needs {rope.dim // 2} numbers as {name!r}; the config has {divisors!r}"
+        )
+    for unknown in ("short_mscale", "long_mscale"):
+        if given.get(unknown) is not None:
+            raise UnsupportedModelError(f"rope type 'longrope' with {unknown} is not implemented")
+    factor = rope.number("factor") if given.get("factor") is not None else rope.max_position / original
+    if given.get("attention_factor") is not None:
+        magnitude = rope.number("attention_factor")
+    else:
+        magnitude = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    return rope.frequencies() / torch.tensor(divisors, dtype=torch.float32), magnitude
+
+
 _KINDS: dict[str, Callable[[_Rope], tuple[torch.Tensor, float]]] = {
     "default": _default,
     "linear": _linear,
     "dynamic": _dynamic,
     "yarn": _yarn,
     "llama3": _llama3,
+    "longrope": _longrope,
 }

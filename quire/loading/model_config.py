@@ -41,6 +41,8 @@ class ModelConfig:
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     raw: Mapping[str, Any] = field(repr=False, compare=False)
+    window_rope: Mapping[str, Any] | None = None
+    """The rope of layers with a window, if it differs from that of the others."""
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> ModelConfig:
@@ -51,11 +53,13 @@ class ModelConfig:
                 f"the model's config names no architecture (model_type {raw.get('model_type')!r}); "
                 "config.json needs an 'architectures' list"
             )
+        raw = _text_part(raw)
+        raw = {**_FAMILY_DEFAULTS.get(raw.get("model_type", ""), {}), **raw}
         hidden = positive_integer(raw, "hidden_size", "n_embd")
         layers = positive_integer(raw, "num_hidden_layers", "n_layer")
         heads = positive_integer(raw, "num_attention_heads", "n_head")
-        kv_heads = raw.get("num_key_value_heads") or heads
-        head_dim = raw.get("head_dim") or hidden // heads
+        kv_heads = _kv_heads(raw) or heads
+        head_dim = raw.get("head_dim") or raw.get("qk_rope_head_dim") or hidden // heads  # latent attention: rotary
         if heads % kv_heads:
             raise ValidationError(
                 f"{heads} attention heads cannot share {kv_heads} KV heads", "num_key_value_heads", kv_heads
@@ -69,12 +73,13 @@ class ModelConfig:
             num_heads=heads,
             num_kv_heads=kv_heads,
             head_dim=head_dim,
-            intermediate_size=raw.get("intermediate_size") or raw.get("n_inner") or 4 * hidden,
+            intermediate_size=_first(raw, "intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size") or 4 * hidden,
             max_position=positive_integer(raw, "max_position_embeddings", "n_positions", "n_ctx"),
-            norm_eps=float(_first(raw, "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", default=1e-5)),
+            norm_eps=float(_first(raw, *_NORM_EPS, default=1e-5)),
             tie_embeddings=bool(raw.get("tie_word_embeddings", _TIED_BY_DEFAULT.get(raw.get("model_type", ""), False))),
             dtype=_dtype_name(raw.get("dtype") or raw.get("torch_dtype")),
-            rope=_rope(raw),
+            rope=_rope(raw, "full_attention"),
+            window_rope=_rope(raw, "sliding_attention") if _has_rope_by_kind(raw) else None,
             windows=_windows(raw, layers),
             bos_token_id=raw.get("bos_token_id"),
             eos_token_ids=tuple(eos) if isinstance(eos, (list, tuple)) else (() if eos is None else (eos,)),
@@ -84,11 +89,67 @@ class ModelConfig:
 
 # A config.json omits values that equal its family's defaults.
 _TIED_BY_DEFAULT = {"gpt2": True}
-_WINDOWED = frozenset({"mistral", "mixtral"})
-_WINDOW_BY_DEFAULT = {"mistral": 4096}
-_ROTARY_PART_BY_DEFAULT = {"gpt_neox": 0.25}
+_FAMILY_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "cohere": {"tie_word_embeddings": True, "rope_theta": 500000.0, "logit_scale": 0.0625},
+    "cohere2": {"tie_word_embeddings": True, "logit_scale": 0.0625, "sliding_window": 4096},
+    "deepseek_v2": {"rms_norm_eps": 1e-6, "n_shared_experts": 2},
+    "deepseek_v3": {
+        "rms_norm_eps": 1e-6,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 3,
+        "n_group": 8,
+        "topk_group": 4,
+        "routed_scaling_factor": 2.5,
+        "norm_topk_prob": True,
+    },
+    "falcon": {"tie_word_embeddings": True, "max_position_embeddings": 2048},
+    "glm": {"rms_norm_eps": 1.5625e-07, "head_dim": 128, "num_key_value_heads": 2, "attention_bias": True},
+    "glm4": {"rms_norm_eps": 1.5625e-07, "head_dim": 128, "num_key_value_heads": 2, "attention_bias": True},
+    "glm4_moe": {"n_shared_experts": 1, "first_k_dense_replace": 1},
+    "glm4_moe_lite": {"n_shared_experts": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 1.8},
+    "granite": {"rms_norm_eps": 1e-6},
+    "granitemoe": {"rms_norm_eps": 1e-6},
+    "minimax_m2": {"rope_theta": 5000000.0, "rms_norm_eps": 1e-6},
+    "olmo3": {"rope_theta": 500000.0, "sliding_window": 4096},
+    "opt": {"tie_word_embeddings": True, "max_position_embeddings": 2048},
+    "smollm3": {"tie_word_embeddings": True, "rope_theta": 2000000.0, "rms_norm_eps": 1e-6},
+    "stablelm": {"partial_rotary_factor": 0.25},
+    "starcoder2": {"tie_word_embeddings": True},
+}
+_NORM_EPS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon")
+_WINDOWED = frozenset(
+    {"cohere2", "gpt_oss", "ministral", "ministral3", "mistral", "mixtral", "olmo3", "phi3", "smollm3", "starcoder2"}
+)
+# One layer of so many has no window, the last of them.
+_WINDOW_PATTERN_BY_DEFAULT = {"cohere2": 4, "olmo3": 4}
+_WINDOW_BY_DEFAULT = {"gpt_oss": 128, "mistral": 4096}
+_QUARTER_ROTARY = ("gpt_neox", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+_HALF_ROTARY = ("bamba", "glm", "glm4", "glm4_moe")
+_ROTARY_PART_BY_DEFAULT = dict.fromkeys(_QUARTER_ROTARY, 0.25) | dict.fromkeys(_HALF_ROTARY, 0.5)
 _FULL_LAYERS_BY_DEFAULT = 28
-_LEARNED_POSITIONS = frozenset({"gpt2"})
+_LEARNED_POSITIONS = frozenset({"gpt2", "opt"})
+_LAYER_KINDS = ("full_attention", "sliding_attention")
+
+
+_IMPLIED = {
+    # No attention: any number of heads will do. Positions are not limited; this bounds tables.
+    "mamba2": {"num_attention_heads": 1, "max_position_embeddings": 1 << 17},
+}
+"""Fields that a family's config has no need of, and `ModelConfig` has."""
+
+
+def _text_part(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The config of the language model: files of models that also take images have it as `text_config`. Fields that
+    follow from others are added."""
+    raw = {**_IMPLIED.get(raw.get("model_type", ""), {}), **raw}
+    blocks = raw.get("layers_block_type") or raw.get("hybrid_override_pattern")
+    if raw.get("num_hidden_layers") is None and blocks:
+        raw["num_hidden_layers"] = len(blocks)
+    text = raw.get("text_config")
+    if not isinstance(text, Mapping):
+        return raw
+    kept = ("architectures", "tie_word_embeddings", "quantization_config", "dtype", "torch_dtype")
+    return {**raw, **text, **{key: raw[key] for key in kept if raw.get(key) is not None}}
 
 
 def _first(raw: Mapping[str, Any], *names: str, default: Any = None) -> Any:
@@ -109,15 +170,44 @@ def _dtype_name(value: Any) -> str | None:
     return None if value is None else str(value).removeprefix("torch.")
 
 
-def _rope(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Old files have `rope_theta` and `rope_scaling`, new ones a single `rope_parameters`."""
+def _kv_heads(raw: Mapping[str, Any]) -> int | None:
+    if raw.get("model_type") == "falcon":
+        if raw.get("multi_query", True) and not raw.get("new_decoder_architecture"):
+            return 1
+        return raw.get("num_kv_heads")
+    return raw.get("num_key_value_heads")
+
+
+def _has_rope_by_kind(raw: Mapping[str, Any]) -> bool:
+    """Whether layers with and without a window rotate differently."""
+    given = raw.get("rope_parameters") or {}
+    # OLMo 3's files of before `rope_parameters` scale only the layers without a window.
+    return any(kind in given for kind in _LAYER_KINDS) or (
+        raw.get("model_type") == "olmo3" and raw.get("rope_scaling") is not None
+    )
+
+
+def _rope(raw: Mapping[str, Any], kind: str) -> dict[str, Any]:
+    """The rope of layers of this kind.
+
+    Old files have `rope_theta` and `rope_scaling`, new ones a single `rope_parameters`, which may be by layer kind.
+    """
     family = raw.get("model_type", "")
     if family in _LEARNED_POSITIONS:
         return {}
-    given = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
+    found = raw.get("rope_parameters")
+    if found and any(each in found for each in _LAYER_KINDS):
+        found = found.get(kind)
+    elif not found and not (family == "olmo3" and kind == "sliding_attention"):
+        found = raw.get("rope_scaling")
+    given = dict(found or {})
     given["rope_type"] = given.pop("type", None) or given.get("rope_type") or "default"
+    if family == "phi3" and given["rope_type"] in ("su", "yarn"):  # early names of the same
+        given["rope_type"] = "longrope"
     given.setdefault("rope_theta", _first(raw, "rope_theta", "rotary_emb_base", default=10000.0))
     part = _ROTARY_PART_BY_DEFAULT.get(family, 1.0)
+    if family == "minimax_m2" and raw.get("rotary_dim"):
+        part = raw["rotary_dim"] / raw["head_dim"]
     given.setdefault("partial_rotary_factor", _first(raw, "partial_rotary_factor", "rotary_pct", default=part))
     return given
 
@@ -130,6 +220,12 @@ def _windows(raw: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
     kinds = raw.get("layer_types")
     if kinds is not None:
         return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    if family == "gpt_oss":
+        return tuple(None if layer % 2 else window for layer in range(layers))
+    if family == "smollm3":  # the layers without rotation
+        raise UnsupportedModelError("SmolLM3 with use_sliding_window and without layer_types is not implemented")
+    if (pattern := raw.get("sliding_window_pattern", _WINDOW_PATTERN_BY_DEFAULT.get(family))) is not None:
+        return tuple(window if (layer + 1) % pattern else None for layer in range(layers))
     border = raw.get("max_window_layers", _FULL_LAYERS_BY_DEFAULT)
     if family == "qwen2_moe":  # every other layer below the border; other Qwen models: all layers from the border on
         return tuple(window if layer % 2 == 0 and layer < border else None for layer in range(layers))

@@ -38,6 +38,8 @@ class NewRow(msgspec.Struct):
     bad_words: list[list[int]]
     pooling: str | None = None
     """How hidden states are pooled into the vector that the row yields; None: it yields tokens."""
+    computed: Ints = np.empty(0, np.int32)
+    """The `num_computed` tokens, if no cache group keeps every token: the device has them nowhere else."""
 
 
 class Fork(msgspec.Struct):

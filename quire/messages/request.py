@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from typing import Any
 
 import msgspec
 
@@ -80,7 +81,7 @@ class Request:
 
     __slots__ = (
         "arrival_order", "beam", "blocks", "first_scheduled", "id", "in_flight", "index", "key", "keys", "output",
-        "owned_keys", "preemptions", "prompt", "published", "row", "saved", "siblings", "source", "state",
+        "owned_keys", "preemptions", "prompt", "published", "row", "saved", "siblings", "source", "state", "tables",
     )  # fmt: skip
 
     def __init__(self, source: NewRequest, index: int, arrival_order: int, saved: int = 0) -> None:
@@ -97,6 +98,8 @@ class Request:
         self.blocks: list[int] = []
         self.published = 0
         """Leading blocks that are in the prefix cache's index."""
+        self.tables: list[Any] = []
+        """In a model of several cache groups: its tables in the others (`kvcache.groups.GroupTable`)."""
         self.saved = saved
         """Leading tokens whose KV was offloaded when the sequence last lost its row, a partial last block included…"""
         self.owned_keys: list[bytes] = []

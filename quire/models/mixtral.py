@@ -9,7 +9,7 @@ from quire.layers.expert_weights import ONE_BY_ONE, ExpertNaming
 from quire.layers.moe import Routing, SparseMLP
 from quire.models.llama import LlamaForCausalLM, LlamaVariant
 
-_PUBLISHED = ExpertNaming(
+PUBLISHED = ExpertNaming(
     "block_sparse_moe.gate.weight",
     "block_sparse_moe.experts.{}.w1.weight",
     "block_sparse_moe.experts.{}.w3.weight",
@@ -24,6 +24,6 @@ class MixtralForCausalLM(LlamaForCausalLM):
         routing = Routing.from_config(build.config, "intermediate_size", renormalise=True)
 
         def experts(build: BuildContext, layer: int) -> nn.Module:
-            return SparseMLP(build, routing, layer, (_PUBLISHED, ONE_BY_ONE))
+            return SparseMLP(build, routing, layer, (PUBLISHED, ONE_BY_ONE))
 
         super().__init__(build, LlamaVariant(mlp=experts))

@@ -46,9 +46,9 @@ class Qwen2MoeForCausalLM(LlamaForCausalLM):
         super().__init__(build, LlamaVariant(qkv_bias=bool(config.raw.get("qkv_bias", True)), mlp=mlp))
 
 
-def qwen_routing(config: ModelConfig) -> Routing:
-    """Routing of Qwen's mixtures, from the config."""
-    renormalise = bool(config.raw.get("norm_topk_prob", False))
+def qwen_routing(config: ModelConfig, renormalise: bool = False) -> Routing:
+    """Routing of Qwen's mixtures, from the config. `renormalise`: the family's default."""
+    renormalise = bool(config.raw.get("norm_topk_prob", renormalise))
     return Routing.from_config(config, "moe_intermediate_size", renormalise)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from quire.kvcache.groups import Hit
 from quire.messages.request import Request
 from quire.scheduler.preemption import Preemptor
 from quire.scheduler.request_table import RequestTable
@@ -66,8 +67,8 @@ class Admission:
         tables, known, sessions = self._tables, request.known, self._requests.sessions
         self._requests.extend_keys(request)
         own = sessions.kv.tokens_for(request)
-        hit = tables.match(request.keys, known) if request.source.reads_cache and not own else []
-        cached = own or len(hit) * tables.block_size
+        hit = tables.find(request.keys if request.source.reads_cache and not own else [], known)
+        cached = own or len(hit.blocks) * tables.block_size
         spare = 0 if alone else self._preemptor.promised() + self._preemptor.headroom()
         # Again after each reclaim: it may free a block that was hit, which then costs, or drop only a shared reference.
         while (lacking := self._cost(request, own, hit) + spare - tables.pool.free) > 0:
@@ -75,7 +76,7 @@ class Admission:
                 break
         if lacking > 0:
             if not alone:
-                self._preempt_for(builder, request, tables.blocks_for(known))
+                self._preempt_for(builder, request, tables.pages_for(known))
             return None
         count = min(known - cached, budget)
         if count < known - cached <= self.step_tokens and not self._chunked:
@@ -83,18 +84,18 @@ class Admission:
         if own:
             sessions.kv.take(request)
         else:
-            tables.adopt(request, hit)
-            if not alone and (lower := self._swapper.find(request, len(hit))) is not None:
-                self._swapper.load(request, lower)
+            lower = None if alone else self._swapper.find(request, hit)
+            if lower is not None and self._swapper.load(request, hit, lower, tables.pool.free - spare):
                 return 0
+            tables.adopt(request, hit)
         self._policy.remove(request)
-        return self._start(builder, request, cached, budget)
+        return self._start(builder, request, cached, budget, hit.reach)
 
-    def _cost(self, request: Request, own: int, hit: list[int]) -> int:
+    def _cost(self, request: Request, own: int, hit: Hit) -> int:
         """Free blocks it takes to hold the request's known tokens, the first `own` of which its session has."""
         if own:
             return self._requests.sessions.kv.cost_of_taking(request)
-        return self._tables.blocks_for(request.known) - len(hit) + self._tables.cost_of_sharing(hit)
+        return self._tables.cost_of_hit(hit, request.known)
 
     def _preempt_for(self, builder: StepBuilder, request: Request, blocks: int = 0) -> None:
         """Preempt a tenant above its share, if the request's tenant is below its own and lacks a row or `blocks`. The
@@ -104,7 +105,7 @@ class Admission:
         victim = self._sharing.victim_for(request, blocks)
         if victim is not None:
             # The prefix cache may list blocks that the victim was to write in this step; no request has hit them yet.
-            self._tables.withdraw(builder.unpublish(victim.blocks))
+            self._tables.withdraw(builder.unpublish(self._tables.every_page(victim)))
             self._preemptor.preempt(builder, victim)
 
     # Loaded requests
@@ -144,16 +145,25 @@ class Admission:
 
     def _room(self, request: Request, cached: int) -> int:
         """Tokens after the first `cached` that fit into the request's blocks and the free ones."""
-        return (len(request.blocks) + self._tables.pool.free) * self._tables.block_size - cached
+        return self._tables.room(request, self._tables.pool.free) - cached
 
     # Joining a step
 
-    def _start(self, builder: StepBuilder, request: Request, cached: int, budget: int) -> int:
-        """The request, whose blocks hold its first `cached` tokens, takes a row and computes its first chunk."""
-        count = min(request.known - cached, budget)
+    def _start(self, builder: StepBuilder, request: Request, cached: int, budget: int, reach: int = 0) -> int:
+        """The request, whose blocks hold its first `cached` tokens, takes a row and computes its first chunk. `reach`:
+        blocks that the prefix cache has of the full groups."""
+        tables, count = self._tables, min(request.known - cached, budget)
         self._requests.start(request, cached, self._clock())
         self._make_writable(builder, request, cached)
-        builder.assign(request.row, 0, request.blocks)
+        if tables.has_full:
+            builder.assign(request.row, 0, request.blocks)
+        if tables.others:
+            spare = self._preemptor.promised() + self._preemptor.headroom()
+            self._requests.states.start(builder, request, cached, reach, spare)
+            for group, index, pages in tables.assigned(request):
+                builder.assign(request.row, index, pages, group)
+            count = min(count, self._room(request, cached))
+            count = self._requests.states.cut(request, cached, count)
         self._preemptor.grow(builder, request, cached + count)
         builder.admit(request, cached)
         if cached == request.known - 1 and _can_decode(request):
@@ -175,9 +185,9 @@ class Admission:
             return
         # A block in transfer counts as shared, but the transfer ends before anything is written.
         if self._tables.is_shared(request, index) and not builder.awaits_moves:
-            builder.copy(request.row, *self._tables.copy_on_write(request, index))
-        else:
-            self._tables.withdraw([request.blocks[index]])
+            for _, source, own in self._tables.copy_on_write_all(request, index):
+                builder.copy(request.row, source, own)
+        self._tables.withdraw(self._tables.pages_at(request, index))
 
     def publish_chunk(self, builder: StepBuilder, request: Request) -> None:
         """Publish the blocks that the chunk fills, for requests of this step too: KV is written before it is read."""

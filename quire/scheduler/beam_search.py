@@ -130,7 +130,9 @@ class BeamRows:
     def collect(self, request: Request, candidates: TokenLogprobs | None) -> None:
         """A beam has drawn. When all beams of its search have, the search advances."""
         if request.beam is None or candidates is None:
-            if request.row >= 0:
+            if request.row >= 0 and self._requests.tables.state_pages:
+                self._requests.restart(request)  # its state is a token ahead: it cannot compute that token again
+            elif request.row >= 0:
                 self._rows.draw_again(request.row)
             return
         request.beam.candidates = candidates

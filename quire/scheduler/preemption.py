@@ -71,13 +71,21 @@ class Preemptor:
 
     def grow(self, builder: StepBuilder, request: Request, tokens: int) -> None:
         """Allocate the blocks the row lacks to hold `tokens` tokens."""
-        index = len(request.blocks)
-        builder.assign(request.row, index, self._requests.grow(request, tokens))
+        index, tables = len(request.blocks), self._tables
+        fresh = self._requests.grow(request, tokens)
+        if tables.has_full:
+            builder.assign(request.row, index, fresh)
+        if tables.others:
+            for group, at, pages in tables.grow_others(request):
+                builder.assign(request.row, at, pages, group)
 
     def give_slots(self, builder: StepBuilder, requests: list[Request]) -> bool:
         """Give each request a slot for one more token. All preemptions come first: a block that is copied from in this
         step is then never one that is copied to, and copies need no order. False: blocks are free only after
         transfers."""
+        if self._tables.has_windows:
+            for request in requests:
+                self._requests.trim(request)
         growing = (request for request in requests if self._next_block(request) >= len(request.blocks))
         for victim in self._sharing.exceeding(growing):
             self.preempt(builder, victim)
@@ -96,9 +104,9 @@ class Preemptor:
         for request in requests:
             index = self._next_block(request) if request.row >= 0 else -1
             if index >= len(request.blocks):
-                fresh += 1
+                fresh += self._tables.pages_per_block
             elif index >= 0:
-                shared[request.blocks[index]] += 1
+                shared.update(self._tables.pages_at(request, index))
         # The last sequence that holds a shared block need not copy it.
         return fresh + sum(min(count, self._tables.pool.refs[block] - 1) for block, count in shared.items())
 
@@ -112,14 +120,17 @@ class Preemptor:
         if index >= len(request.blocks):
             self.grow(builder, request, int(self._rows.bound[row]))
         elif self._tables.is_shared(request, index):
-            source, own = self._tables.copy_on_write(request, index)
-            builder.copy(row, source, own)
-            builder.assign(row, index, [own])
+            for group, source, own in self._tables.copy_on_write_all(request, index):
+                builder.copy(row, source, own)
+                builder.assign(row, index, [own], group)
 
     # When blocks run out
 
     def reclaim(self, blocks: int, request: Request | None = None) -> bool:
-        """Take blocks from idle sessions, other than the request's own; False if they gave none."""
+        """Take blocks from snapshots in the making, and from idle sessions other than the request's own; False if they
+        gave none."""
+        if blocks > 0 and self._requests.states.drop_pending():
+            return True
         session = "" if request is None else request.source.session
         return blocks > 0 and self._requests.sessions.kv.reclaim(blocks, session) > 0
 
@@ -139,7 +150,9 @@ class Preemptor:
         first = min(running, key=self._policy.rank)
         others = [other for other in running if other is not first]
         if not others:
-            if self._swapper.cancel_all() or self._swapper.is_busy:
+            # Steps in flight may reach pages that the window leaves behind once they are collected.
+            is_reached = self._tables.has_windows and len(self._in_flight) > 0
+            if is_reached or self._swapper.cancel_all() or self._swapper.is_busy:
                 builder.is_stalled = True
                 return None
             pool = self._tables.pool
@@ -162,7 +175,7 @@ class Preemptor:
     def promised(self) -> int:
         """Blocks that admitted prompts will still need."""
         admitted = (*self._requests.prefilling, *self._swapper.requests)
-        return sum(self._tables.missing(request, request.known) for request in admitted)
+        return sum(self._tables.missing_finally(request, request.known) for request in admitted)
 
     def headroom(self) -> int:
         """Blocks that admission leaves free, so that running rows can grow before one must be preempted.
@@ -170,7 +183,7 @@ class Preemptor:
         If rows are swapped out below a watermark, none is admitted below it: it would be swapped out next.
         """
         capacity = self._tables.pool.capacity
-        growth = min(self._rows.used, capacity // 16)
+        growth = min(self._rows.used * self._tables.pages_per_block, capacity // 16)
         return growth + math.ceil(SECOND_WATERMARK * capacity) if growth and self._swapper.is_on else growth
 
     def relieve(self, builder: StepBuilder, step_tokens: int) -> None:
@@ -182,15 +195,20 @@ class Preemptor:
             self.pressure.slept += 1
         if not self._swapper.is_on:
             return
-        self._swapper.save_evictable(step_tokens // self._tables.block_size + rows.used)
+        blocks = step_tokens // self._tables.block_size + rows.used
+        self._swapper.save_evictable(blocks * max(1, self._tables.pages_per_block))
         if rows.used < 2 or self._swapper.is_swapping_out:
             return
         growing = int(np.count_nonzero(rows.decoding & (rows.capacity - rows.bound < AHEAD_STEPS)))
+        growing *= self._tables.pages_per_block
         if growing + self.promised() <= pool.free and self.pressure.device < 2:
             return
         first = min(rows.running(), key=self._policy.rank)
         victim = self._policy.victim([other for other in rows.running() if other is not first])
-        tokens = min(int(rows.computed[victim.row]), victim.known)
+        computed = int(rows.computed[victim.row])
+        tokens = min(computed, victim.known)
+        if self._tables.state_pages and computed > tokens:
+            return  # its state has consumed tokens that are not collected: there is no key for it
         if self._swapper.is_swappable(victim, tokens):
             self._swapper.swap_out(victim, tokens)
             self.preempt(builder, victim)

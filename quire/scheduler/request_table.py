@@ -20,6 +20,7 @@ from quire.scheduler.policies.sharing import NoSharing, SharingPolicy
 from quire.scheduler.prefix_groups import NoPrefixGroups, PrefixGroups
 from quire.scheduler.rows import RowNumbers, Rows
 from quire.scheduler.sessions import NoSessions, Sessions
+from quire.scheduler.states import NoStates, States
 from quire.scheduler.stats import SchedulerStats
 from quire.scheduler.swapping import NoSwapper, Swapper
 
@@ -43,8 +44,13 @@ class RequestTable:
         self.searches: dict[str, BeamSearch] = {}
         """Beam searches, by request."""
         self.stats = SchedulerStats()
-        self.groups = groups or NoPrefixGroups()
+        # With several full groups, rows that share the blocks of one need not share those of the others.
+        self.groups = groups if groups is not None and tables.num_full == 1 else NoPrefixGroups()
         """Decoding rows that share a prefix."""
+        self.states: States | NoStates = States(self) if tables.state_pages else NoStates()
+        """Recurrent states of rows, and their snapshots."""
+        self.untrimmed: dict[Request, None] = {}
+        """Requests that may have pages behind their window since the last chunk they computed."""
         self.on_structured_end: Callable[[Request, bool], None] = lambda request, is_last: None
         """Called when a sequence with structured output ends; `is_last`: no other of its request is left."""
         self.swapper: Swapper | NoSwapper = NoSwapper()
@@ -91,7 +97,9 @@ class RequestTable:
             raise ValidationError(
                 f"a request with the id {source.id!r} is not finished yet; ids are unique", "id", source.id
             )
-        needed = self.tables.blocks_for(source.limit - 1)
+        needed = self.tables.pages_for(source.limit - 1)
+        if source.num_sequences > 1:
+            needed += self.tables.state_pages  # while one sequence's state is copied to another
         if needed > self.tables.pool.capacity:
             size = self.tables.block_size
             raise CacheTooSmallError(
@@ -165,6 +173,8 @@ class RequestTable:
         its last ones, so that it draws."""
         start = int(self.rows.computed[request.row])
         is_last = self.rows.plan_prompt(request.row, count)
+        if self.tables.has_windows:
+            self.untrimmed[request] = None
         if is_last:
             self.prefilling.pop(request, None)
             self.start_decoding(request)
@@ -182,9 +192,10 @@ class RequestTable:
         forked ones."""
         forked = []
         for child in parent.take_siblings():
-            if self.has_row_for(child):
+            if self.has_row_for(child) and self.states.has_room:
                 child.start_like(parent)
                 self._fork(parent, child)
+                self.states.fork(parent, child)
                 forked.append(child)
             else:
                 self.policy.add(child)
@@ -194,10 +205,11 @@ class RequestTable:
 
     def branch(self, parent: Request, child: Request) -> None:
         """A beam starts in a row of its own as a copy of another, one token longer; it waits if there is no row."""
-        if parent.row < 0 or not self.has_row_for(child):
+        if parent.row < 0 or not self.has_row_for(child) or not self.states.has_room:
             self.policy.add(child)
             return
         row = self._fork(parent, child)
+        self.states.branch(parent, child)
         if row in self._dropped:
             self._dropped.remove(row)
         self._branches[row] = Fork(parent.row, row, child.index, child.id)
@@ -210,11 +222,14 @@ class RequestTable:
         row = self.rows.fork(parent, child)
         child.move(RequestState.RUNNING)
         self.forked.update((parent, child))
+        if self.tables.has_windows:
+            self.untrimmed[child] = None
         return row
 
     def leave_row(self, request: Request, state: RequestState | None = None) -> None:
         """Row and blocks are given back."""
         self.groups.leave(request.row)
+        self.states.leave(request)
         self.tables.release(request)
         self._dropped.append(self.rows.give_back(request))
         self.prefilling.pop(request, None)
@@ -237,6 +252,23 @@ class RequestTable:
             self.leave_row(request, RequestState.WAITING)
             request.move(RequestState.COMPILING)
 
+    def restart(self, request: Request) -> None:
+        """The request leaves its row and waits for another; draws in flight are ignored."""
+        self.leave_row(request, RequestState.WAITING)
+        self.requeue(request)
+
+    def trim(self, request: Request) -> None:
+        """Give back the request's pages that no further query reaches."""
+        # A draw that yields nothing is computed again: at the last known token, not at the last computed one.
+        self.tables.trim(request, min(int(self.rows.computed[request.row]), request.known - 1))
+
+    def trim_computed(self) -> None:
+        """Give back what the chunks of the last step were the last to reach."""
+        untrimmed, self.untrimmed = self.untrimmed, {}
+        for request in untrimmed:
+            if request.row >= 0:
+                self.trim(request)
+
     def take_row_changes(self) -> tuple[list[int], list[Fork]]:
         """Rows that the device is to drop and beams it is to start, since the last call."""
         dropped, self._dropped = self._dropped, []
@@ -246,8 +278,7 @@ class RequestTable:
     def start_over(self) -> None:
         """All requests with a row wait again, from their known tokens; what is in flight is forgotten."""
         for request in self.rows.running():
-            self.leave_row(request, RequestState.WAITING)
-            self.requeue(request)
+            self.restart(request)
         for sequences in self._sequences.values():
             for request in sequences:
                 request.in_flight = 0
@@ -319,14 +350,15 @@ class RequestTable:
         message: str | None = None,
         error: str = "",
         parameter: str | None = None,
+        is_seen: bool = False,
     ) -> None:
         """The only way a sequence ends: row and blocks are given back, the end is reported. A search's beams end
-        together."""
+        together. `is_seen`: the device has ended the row itself."""
         ending = [request]
         if self.searches.pop(request.id, None) is not None:
             ending = self.sequences(request.id)
         for one in ending:
-            if failure := self._end_turn(one, reason):
+            if failure := self._end_turn(one, reason, is_seen):
                 reason, message = "error", failure
             self._remove(one)
         preemptions = sum(one.preemptions for one in ending)
@@ -341,7 +373,7 @@ class RequestTable:
         del request.output[length:]
         self.finish(request, "stop", stop_reason)
 
-    def _end_turn(self, request: Request, reason: str) -> str | None:
+    def _end_turn(self, request: Request, reason: str, is_seen: bool) -> str | None:
         """The session of a turn keeps its KV, and its output if it ended normally. Returns the error if that failed."""
         if not request.source.session:
             return None
@@ -349,8 +381,8 @@ class RequestTable:
         if request.row >= 0 and reason != "error":
             self.extend_keys(request)
             # The KV of the last token was not computed: the row had already ended on the device.
-            most = request.known - 1 if is_kept else len(request.prompt)
-            self.sessions.kv.keep(request, min(int(self.rows.computed[request.row]), most))
+            most, computed = request.known - 1 if is_kept else len(request.prompt), int(self.rows.computed[request.row])
+            self.sessions.kv.keep(request, min(computed, most), request.known - 1 if is_seen else computed)
         return self.sessions.end(request, is_kept)
 
     def _report_end(self, request: Request, finished: Finished) -> None:
@@ -416,9 +448,15 @@ class RequestTable:
         parent = request.keys[full - 1] if full else self._keys.root(request.source.salt)
         return self._keys.key_after(parent, request.tokens(full * self.tables.block_size, tokens))
 
+    def end_key(self, request: Request, tokens: int) -> bytes:
+        """The content key of the request's first `tokens` tokens, whether they end within a block or not."""
+        full, is_partial = divmod(tokens, self.tables.block_size)
+        return self.partial_key(request, tokens) if is_partial or not full else request.keys[full - 1]
+
     def publish_output(self, request: Request) -> None:
         """Blocks of generated tokens enter the prefix cache once their tokens are known (the last has no KV yet)."""
         full = (request.known - 1) // self.tables.block_size
         if self.tables.prefix_caching and full > request.published:
             self.extend_keys(request)
             self.tables.publish(request, request.keys, full)
+        self.states.publish(request)

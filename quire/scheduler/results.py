@@ -61,9 +61,19 @@ class ResultCollector:
                 self._beams.collect(request, result.logprobs.get(i))
             else:
                 tokens = result.tokens[ends[i] - int(result.counts[i]) : ends[i]].tolist()
+                if not tokens and self._requests.tables.state_pages:
+                    self._restart(request)
+                    continue
                 self._requests.append(request, tokens, result.logprobs.get(i))
                 if tokens and (result.stopped[i] or request.known >= request.source.limit):
                     self._end(request, tokens[-1], bool(result.stopped[i]))
+
+    def _restart(self, request: Request) -> None:
+        """The draw yielded nothing, and the row's recurrent state is a token ahead: it cannot compute the token again,
+        and what it has drawn since is wrong."""
+        if request.row >= 0:
+            self._requests.restart(request)
+        request.in_flight = 0
 
     def _collect_vector(self, request: Request, vector: Vector) -> None:
         if np.isfinite(vector).all():
@@ -81,15 +91,15 @@ class ResultCollector:
     def _fail(self, request: Request, message: str, error: str = "") -> None:
         """End the request with an error, and drop its KV from all caches."""
         # No other request may read the KV that led here.
-        self._requests.tables.withdraw(request.blocks)
+        self._requests.tables.withdraw_owner(request, request.keys)
         self._requests.swapper.forget(request.keys)
         self._requests.finish(request, "error", message=message, error=error)
 
     def _end(self, request: Request, token: int, stopped: bool) -> None:
         source = request.source
         if not stopped:
-            self._requests.finish(request, "length")
+            self._requests.finish(request, "length", is_seen=True)
         elif token in source.eos_ids and not source.params.ignore_eos:
-            self._requests.finish(request, "stop")
+            self._requests.finish(request, "stop", is_seen=True)
         else:
-            self._requests.finish(request, "stop", token)
+            self._requests.finish(request, "stop", token, is_seen=True)

@@ -228,6 +228,8 @@ class Scheduler:
                 self.rows.start_stream(request.row, self.requests.arrivals)
         self._new_streams.clear()
         self._beams.park()
+        if self.tables.has_windows:
+            self.requests.trim_computed()
 
     # Decodes
 
@@ -287,13 +289,13 @@ class Scheduler:
     def _schedule_chunk(self, builder: StepBuilder, request: Request, budget: int) -> int:
         """Schedule as many of the row's known tokens as budget and blocks allow; returns how many."""
         computed, bound = int(self.rows.computed[request.row]), int(self.rows.bound[request.row])
-        count = min(bound - computed, budget)
+        count = self.requests.states.cut(request, computed, min(bound - computed, budget))
         if self.tables.missing(request, computed + count) > self.tables.pool.free:
             self._preemptor.reclaim(self.tables.missing(request, computed + count) - self.tables.pool.free)
-            room = int(self.rows.capacity[request.row]) + self.tables.pool.free * self.tables.block_size - computed
+            room = self.tables.room(request, self.tables.pool.free) - computed
             if room > 0:
                 count = min(count, room)
-            elif self._preemptor.make_room(builder, request, 1):
+            elif self._preemptor.make_room(builder, request, self.tables.pages_per_block):
                 count = min(count, self.tables.block_size)
             else:
                 return 0
@@ -316,6 +318,7 @@ class Scheduler:
     def _launch(self, builder: StepBuilder, decodes: NDArray[np.int64]) -> StepPlan:
         decodes = np.concatenate([decodes, np.array([request.row for request in builder.ready], np.int64)])
         self._sharing.charge_decodes(decodes)
+        self.requests.states.plan(builder, decodes)
         plan, in_flight = self._writer.write(builder, decodes)
         self._in_flight.append(in_flight)
         if len(plan.rows):

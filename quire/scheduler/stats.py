@@ -82,6 +82,8 @@ class SchedulerStats:
 def _counted_twice(requests: RequestTable) -> int:
     """Unused slots of blocks that sequences of one prompt share, for all but one of the sequences."""
     rows = requests.rows
+    if not requests.tables.has_full:
+        return 0
     unused = {request: int(rows.capacity[request.row] - rows.computed[request.row]) for request in requests.forked}
     each_once = {request.blocks[-1]: slots for request, slots in unused.items()}
     return sum(unused.values()) - sum(each_once.values())

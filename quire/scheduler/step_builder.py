@@ -29,6 +29,8 @@ class StepBuilder:
         """A row lacks blocks that a transfer will free; nothing else may take them."""
         self.copies: list[tuple[int, int, int]] = []
         """(row, from, to) blocks to copy before anything is computed."""
+        self.snapshots: list[tuple[int, int]] = []
+        """(from, to) blocks to copy once everything is computed."""
         self.published: list[int] = []
         """Blocks that entered the prefix cache before they are written."""
         self.preempted: list[Request] = []
@@ -37,6 +39,7 @@ class StepBuilder:
         self.block_rows: list[int] = []
         self.block_indices: list[int] = []
         self.blocks: list[int] = []
+        self.block_groups: list[int] = []
 
     @property
     def is_empty(self) -> bool:
@@ -62,11 +65,12 @@ class StepBuilder:
         """The request computes its next `count` known tokens."""
         self.prompts[request] = count
 
-    def assign(self, row: int, index: int, blocks: Sequence[int]) -> None:
-        """The row's block table holds `blocks` from `index` on."""
+    def assign(self, row: int, index: int, blocks: Sequence[int], group: int = 0) -> None:
+        """The row's block table of a group holds `blocks` from `index` on."""
         self.block_rows.extend([row] * len(blocks))
         self.block_indices.extend(range(index, index + len(blocks)))
         self.blocks.extend(blocks)
+        self.block_groups.extend([group] * len(blocks))
 
     def copy(self, row: int, source: int, target: int) -> None:
         """The row's first write into a shared block goes to a copy of it."""
@@ -92,6 +96,7 @@ class StepBuilder:
         self.block_rows = [self.block_rows[i] for i in kept]
         self.block_indices = [self.block_indices[i] for i in kept]
         self.blocks = [self.blocks[i] for i in kept]
+        self.block_groups = [self.block_groups[i] for i in kept]
 
 
 @dataclass
@@ -143,7 +148,8 @@ class PlanWriter:
     def write(self, builder: StepBuilder, decodes: NDArray[np.int64]) -> tuple[StepPlan, InFlightStep]:
         """The plan of the step, and what is needed to apply its result. Counts its tokens as computed."""
         table, rows = self._requests, self._requests.rows
-        added = [_new_row(request, int(rows.computed[request.row])) for request in builder.admitted]
+        by_row = not table.tables.has_full  # the device finds no token ids in blocks
+        added = [_new_row(request, int(rows.computed[request.row]), by_row) for request in builder.admitted]
         rows.plan_decodes(decodes)
         requests: list[Request] = [rows.requests[row] for row in decodes.tolist()]
         draws, samples, sample_rows = list(requests), list(range(len(decodes))), decodes.tolist()
@@ -163,6 +169,7 @@ class PlanWriter:
         scheduled = _ints([request.row for request in requests]) if builder.prompts else decodes.astype(np.int32)
         targets = _ints(sample_rows)
         dropped, branches = table.take_row_changes()
+        table.states.write(builder)
         plan = StepPlan(
             step=self._step,
             rows=scheduled,
@@ -174,6 +181,7 @@ class PlanWriter:
             block_rows=_ints(builder.block_rows),
             block_indices=_ints(builder.block_indices),
             blocks=_ints(builder.blocks),
+            block_groups=_ints(builder.block_groups if any(builder.block_groups) else []),
             max_context=int(rows.computed[scheduled].max(initial=0)),
             reset=self._reset,
             drop=dropped,
@@ -181,10 +189,12 @@ class PlanWriter:
             forks=forks,
             copies=[(source, target) for _, source, target in builder.copies],
             branches=branches,
+            snapshots=builder.snapshots,
             forced=self._forced(decodes, builder.ready),
             moves=table.swapper.take_moves(self._step, not requests, builder.awaits_moves),
             groups=self._groups(),
         )
+        table.states.written()
         self._step += 1
         self._reset = False
         has_beams = rows.plan_draws(targets, plan.step, self._holds_rows)
@@ -213,7 +223,7 @@ def _ints(values: list[int]) -> Ints:
     return np.array(values, dtype=np.int32)
 
 
-def _new_row(request: Request, cached: int) -> NewRow:
+def _new_row(request: Request, cached: int, with_tokens: bool) -> NewRow:
     source = request.source
     return NewRow(
         row=request.row,
@@ -228,4 +238,5 @@ def _new_row(request: Request, cached: int) -> NewRow:
         stop_ids=source.stop_ids,
         bad_words=source.bad_words,
         pooling=None if source.pooling is None else source.pooling.pooling,
+        computed=_ints(request.tokens(0, cached) if with_tokens else []),
     )

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from quire.kvcache.groups import Hit
 from quire.kvcache.offload.costs import LEAST_TOKENS
 from quire.kvcache.offload.manager import OffloadManager
 from quire.kvcache.offload.transfers import LoadTransfer, SaveTransfer
+from quire.kvcache.prefix_cache import index_key, page_key
 from quire.messages.plan import Moves, MovesDone
 from quire.messages.request import Request
 
@@ -28,12 +30,24 @@ MOVES_ALONE = 4096
 
 
 @dataclass
+class GroupPages:
+    """What a group needs of a prefix."""
+
+    first: int
+    """Index in the table of the first page."""
+    pages: list[int | None]
+    """Those on the device; None: in a lower tier."""
+
+
+@dataclass
 class LowerTierHit:
     """Blocks of a request that are in a lower tier, after those on the device."""
 
     keys: list[bytes]
     tokens: int
     """Tokens that are computed once all of them are loaded."""
+    tables: list[GroupPages] = field(default_factory=list)
+    """In a model of several cache groups: the pages of each. `keys` are those of the missing ones, in order."""
 
 
 @dataclass
@@ -61,10 +75,11 @@ class NoSwapper:
 
     def wait(self, seconds: float, wakes: Sequence[int]) -> None: ...
 
-    def find(self, request: Request, hit: int) -> LowerTierHit | None:
+    def find(self, request: Request, hit: Hit) -> LowerTierHit | None:
         return None
 
-    def load(self, request: Request, hit: LowerTierHit) -> None: ...
+    def load(self, request: Request, hit: Hit, lower: LowerTierHit, free: int) -> bool:
+        return False
 
     def loaded(self) -> list[tuple[Request, int]]:
         return []
@@ -162,16 +177,20 @@ class Swapper:
 
     def forget(self, keys: Sequence[bytes]) -> None:
         """Drop these blocks from all tiers: they were computed from invalid state."""
+        if self._tables.others:
+            keys = [one for key in keys for one in self._tables.tier_keys(key)]
         self.tiers.discard(keys)
 
     # Loading
 
-    def find(self, request: Request, hit: int) -> LowerTierHit | None:
-        """The request's blocks in lower tiers after its first `hit` ones; None if there are none or computing them is
+    def find(self, request: Request, on_device: Hit) -> LowerTierHit | None:
+        """The request's blocks in lower tiers after those on the device; None if there are none or computing them is
         as fast."""
         if not request.source.reads_cache or not (self._tables.prefix_caching or request.saved):
             return None
-        size, most = self._tables.block_size, request.known - 1
+        if self._tables.others:
+            return self._find_grouped(request, len(on_device.blocks) * self._tables.block_size)
+        size, most, hit = self._tables.block_size, request.known - 1, len(on_device.blocks)
         full = most // size
         keys = request.keys[hit:full]
         found = self.tiers.find(keys)
@@ -188,25 +207,113 @@ class Swapper:
         pays = self.tiers.costs.loading_pays(in_host, len(keys) - in_host, worth)
         return LowerTierHit(keys, tokens) if pays else None
 
-    def load(self, request: Request, hit: LowerTierHit) -> None:
-        """The request, which holds its blocks on the device already, waits for those in lower tiers."""
+    def _find_grouped(self, request: Request, on_device: int) -> LowerTierHit | None:
+        """The longest prefix that every group has on the device or in a lower tier, if it is longer than the
+        `on_device` tokens that every group has on the device."""
+        tables, size, most = self._tables, self._tables.block_size, request.known - 1
+        keys = request.keys[: most // size]
+        reach = tables.reach(keys, self._has)
+        end = tables.longest_prefix(keys, reach, self._has)
+        tokens, end_key = end * size, keys[end - 1] if end else b""
+        if request.saved % size and tokens < request.saved <= most:  # saved at its end, within a block
+            partial = self._requests.partial_key(request, request.saved)
+            if self._has_end(keys, reach, request.saved, partial):
+                tokens, end_key = request.saved, partial
+        if tokens <= on_device:
+            return None
+        hit = self._missing_pages(keys, tokens, end_key)
+        in_host = sum(self.tiers.host.has(key) for key in hit.keys)
+        pays = self.tiers.costs.loading_pays(in_host, len(hit.keys) - in_host, tokens - on_device)
+        return hit if pays else None
+
+    def _has(self, number: int, key: bytes) -> bool:
+        """Whether the group's block, or snapshot, that ends with the key is on the device or in a lower tier."""
+        if self._tables.is_cached(number, key):
+            return True
+        group = self._tables.groups[number]
+        pages = group.pages if group.kind == "state" else 1
+        return all(self.tiers.is_saved(page_key(key, number, i)) for i in range(pages))
+
+    def _has_end(self, keys: Sequence[bytes], reach: int, tokens: int, end_key: bytes) -> bool:
+        """Whether all groups have what it takes to continue after so many tokens, the last of them in a partial
+        block."""
+        tables, full = self._tables, tokens // self._tables.block_size
+        if tables.num_full and reach < full:
+            return False
+        window = [(n, key) for n, _ in tables.others for key in keys[tables.first_needed(n, tokens) : full]]
+        is_there = all(self._has(n, key) for n, key in window if tables.groups[n].kind == "window")
+        return is_there and all(self._has(n, end_key) for n in range(len(tables.groups)))
+
+    def _missing_pages(self, keys: Sequence[bytes], tokens: int, end_key: bytes) -> LowerTierHit:
+        """Where each group's pages of the first `tokens` tokens are."""
+        tables, cache = self._tables, self._tables.prefix_cache
+        hit = LowerTierHit([], tokens)
+        full, is_partial = divmod(tokens, tables.block_size)
+        for number, group in enumerate(tables.groups):
+            if group.kind == "state":
+                first, content = 0, [end_key]
+                pages: list[int | None] = [*cache.blocks_of(index_key(end_key, number))] or [None] * group.pages
+                names = [page_key(end_key, number, i) for i in range(group.pages)]
+            else:
+                first = tables.first_needed(number, tokens)
+                content = [*keys[first:full], *([end_key] if is_partial else ())]
+                pages = [cache.get(index_key(key, number)) for key in content]
+                names = [page_key(key, number) for key in content]
+            hit.tables.append(GroupPages(first, pages))
+            hit.keys += [name for name, page in zip(names, pages, strict=True) if page is None]
+        return hit
+
+    def load(self, request: Request, hit: Hit, lower: LowerTierHit, free: int) -> bool:
+        """The request waits for blocks in lower tiers, holding those on the device. False: `free` blocks are too
+        few."""
+        if self._tables.others:
+            return self._load_grouped(request, lower, free)
+        self._tables.adopt(request, hit)
         before = len(request.blocks)
         self._requests.start_loading(request)
-        self._tables.grow(request, hit.tokens)
+        self._tables.grow(request, lower.tokens)
         size = self._tables.block_size
-        tokens = np.zeros((len(hit.keys), size), np.int32)
-        known = request.tokens(before * size, hit.tokens)
+        tokens = np.zeros((len(lower.keys), size), np.int32)
+        known = request.tokens(before * size, lower.tokens)
         tokens.reshape(-1)[: len(known)] = known
-        fetch = self.tiers.load(hit.keys, request.blocks[before:], tokens)
-        self._loads[request] = _Load(fetch, before, hit.tokens)
+        fetch = self.tiers.load(lower.keys, request.blocks[before:], tokens)
+        self._loads[request] = _Load(fetch, before, lower.tokens)
+        return True
+
+    def _load_grouped(self, request: Request, lower: LowerTierHit, free: int) -> bool:
+        tables, pool, size = self._tables, self._tables.pool, self._tables.block_size
+        here = [page for group in lower.tables for page in group.pages if page is not None]
+        if len(lower.keys) + tables.cost_of_sharing(here) > free:
+            return False
+        pool.share(here)
+        fresh, full = pool.allocate(len(lower.keys)), request.tokens(0, lower.tokens)
+        tokens, at = np.zeros((len(fresh), size), np.int32), 0
+        for number, group in enumerate(lower.tables):
+            for i, page in enumerate(group.pages):
+                if page is None:
+                    group.pages[i] = fresh[at]
+                    if number == 0 and tables.has_full:
+                        held = full[(group.first + i) * size : (group.first + i + 1) * size]
+                        tokens[at, : len(held)] = held
+                    at += 1
+        tables.start_with(request, [(group.first, group.pages) for group in lower.tables], lower.tokens)
+        self._requests.start_loading(request)
+        self._loads[request] = _Load(self.tiers.load(lower.keys, fresh, tokens), 0, lower.tokens)
+        return True
 
     def loaded(self) -> list[tuple[Request, int]]:
         """Requests whose loads have ended, in success or not, and how many of their tokens are computed."""
         size, loaded = self._tables.block_size, []
         for request, load in self._loads.items():
             if load.fetch.is_done:
-                is_whole = load.fetch.loaded == len(load.fetch.keys)
-                loaded.append((request, load.tokens if is_whole else (load.before + load.fetch.loaded) * size))
+                if load.fetch.loaded == len(load.fetch.keys):
+                    tokens = load.tokens
+                elif self._tables.others:
+                    tokens = 0  # what was loaded may lack a window or a state
+                    self._tables.release(request)
+                else:
+                    tokens = (load.before + load.fetch.loaded) * size
+                loaded.append((request, tokens))
         return loaded
 
     def arriving(self) -> tuple[Request, int] | None:
@@ -267,13 +374,9 @@ class Swapper:
             self.tiers.host.unpin(request.unpin_saved())
 
     def _pairs(self, request: Request, tokens: int) -> list[tuple[bytes, int]]:
-        """(content key, block) of the request's first `tokens` tokens, a partial last block included."""
+        """(key, block) of the request's first `tokens` tokens, a partial last block included."""
         self._requests.extend_keys(request)
-        full = tokens // self._tables.block_size
-        pairs = list(zip(request.keys[:full], request.blocks[:full], strict=True))
-        if tokens % self._tables.block_size:
-            pairs.append((self._requests.partial_key(request, tokens), request.blocks[full]))
-        return pairs
+        return self._tables.tier_pairs(request, request.keys, tokens, self._requests.end_key(request, tokens))
 
     def save_evictable(self, step_blocks: int) -> None:
         """Save the cached blocks that will be evicted soon. `step_blocks`: the most a step allocates."""

@@ -289,7 +289,7 @@ def _logprobs(context: ServerContext, request: ChatRequest) -> int | None:
 
 def _reader_factory(context: ServerContext, plan: ToolPlan, prompt: str) -> tuple[Any, type[ThinkSplit] | None]:
     """(makes a parser for one answer, the class that separates its reasoning or None)."""
-    name = context.config.reasoning_parser
+    name = context.reasoning_parser
     split = None if name is None else type(make_reasoning_split(name, prompt))
 
     def make_reader() -> AnswerReader | None:

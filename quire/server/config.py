@@ -49,7 +49,9 @@ class ServerConfig:
         True, "Describe tools in the system message if the chat template does not", "answers"
     )
     reasoning_parser: str | None = option(
-        None, "Parser that separates reasoning from the answer, by name or dotted path; unset: none", "answers"
+        None,
+        "Parser that separates reasoning from the answer, by name or dotted path; unset: none, but for gpt-oss its own",
+        "answers",
     )
     exclude_tools_when_tool_choice_none: bool = option(
         False, "Leave tools out of the prompt if tool_choice is none", "answers"

@@ -14,6 +14,7 @@ from quire.errors import ValidationError
 from quire.loading.model_config import read_generation_config
 from quire.messages.sampling import FROM_GENERATION_CONFIG
 from quire.output.detokenizer import Vocabulary
+from quire.output.parsers.reasoning import guess_reasoning_parser
 from quire.server.auth import ApiKeys
 from quire.server.config import ServerConfig
 from quire.server.errors import ApiError, bad_request, not_found, unavailable
@@ -46,6 +47,7 @@ class ServerContext:
         """None if the engine takes only token ids."""
         self.tool_prompts = None if self.tokenizer is None else ToolPrompts(llm.renderer, config.tool_call_parser)
         """None without a tokenizer."""
+        self.reasoning_parser = config.reasoning_parser or _needed_reasoning_parser(llm, self.tokenizer)
         self.names = config.served_model_name or (llm.config.model,)
         self.created = int(time.time())
         self.version = __version__
@@ -194,3 +196,13 @@ class ServerContext:
         """Seconds a request may take: its own timeout, limited by the server's."""
         bounds = [seconds for seconds in (requested, self.config.request_timeout) if seconds is not None]
         return min(bounds, default=None)
+
+
+def _needed_reasoning_parser(llm: AsyncLLM, tokenizer: Any) -> str | None:
+    """The parser without which answers could not be read, by the chat template."""
+    if tokenizer is None:
+        return None
+    try:
+        return guess_reasoning_parser(llm.renderer.template())
+    except ValidationError:  # the model has no template
+        return None

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from quire.kvcache.block_tables import BlockTables
 from quire.kvcache.offload.block_store import BlockStore
 from quire.kvcache.prefix_cache import ContentKeys
 from quire.sessions.log.state import CHUNK_TOKENS
@@ -33,14 +34,23 @@ class PinnedBlocks:
     other content has that key. Pinning a session costs only what it does not share with other pinned sessions.
     """
 
-    def __init__(self, sessions: SessionStore, store: BlockStore, keys: ContentKeys, kv_fingerprint: bytes) -> None:
+    def __init__(
+        self,
+        sessions: SessionStore,
+        store: BlockStore,
+        keys: ContentKeys,
+        kv_fingerprint: bytes,
+        tables: BlockTables | None = None,
+    ) -> None:
+        """`tables`: for a model of several cache groups, what these keep of a sequence."""
         self._sessions = sessions
         self._store = store
         self._keys = keys
         self._fingerprint = kv_fingerprint
         self._chunks: dict[tuple[str, int], _PinnedChunk] = {}
-        self._pinned: dict[str, tuple[str, int, list[bytes]]] = {}
-        """Session → salt, last chunk, and keys of the blocks after that chunk."""
+        self._tables = tables
+        self._pinned: dict[str, tuple[str, int, list[bytes], list[bytes]]] = {}
+        """Session → salt, last chunk, keys of the blocks after that chunk, and what is pinned for its end."""
 
     def pin(self, name: str) -> None:
         """Pin the blocks with the session's KV as it is now; call it again after `set_kv`."""
@@ -52,8 +62,10 @@ class PinnedBlocks:
             tip = self._pin_chain(session.salt, name, chain)
             last, before = self._end_of(session.salt, tip)
             own, _, _ = self._keys_after(last, np.concatenate([before, rest]))
-            self._store.pin(own)
-            self._pinned[name] = session.salt, tip, own
+            self._store.pin(self._pages(own))
+            end = self._end_pages([*self._chunk_keys(session.salt, tip), *own], session.kv_tokens)
+            self._store.pin(end)
+            self._pinned[name] = session.salt, tip, own, end
         if former is not None:
             self._unpin(*former)
 
@@ -74,18 +86,32 @@ class PinnedBlocks:
 
     def keys_of(self, name: str) -> list[bytes]:
         """Keys of the session's pinned blocks, in order; the last may be of a partial block."""
-        salt, tip, own = self._pinned.get(name, ("", 0, []))
-        parts = [own]
+        salt, tip, own, _ = self._pinned.get(name, ("", 0, [], []))
+        return [*self._chunk_keys(salt, tip), *own]
+
+    def _chunk_keys(self, salt: str, tip: int) -> list[bytes]:
+        """Keys of the blocks up to the end of chunk `tip`."""
+        parts = []
         while tip:
             chunk = self._chunks[salt, tip]
             parts.append(chunk.keys)
             tip = chunk.parent
         return [key for part in reversed(parts) for key in part]
 
+    def _pages(self, keys: list[bytes]) -> list[bytes]:
+        """Keys of the pages that full groups have of these blocks."""
+        return keys if self._tables is None else self._tables.full_tier_keys(keys)
+
+    def _end_pages(self, keys: list[bytes], tokens: int) -> list[bytes]:
+        """Keys of the pages that other groups keep at the end of a sequence of blocks with these keys."""
+        return [] if self._tables is None else self._tables.end_tier_keys(keys, tokens)
+
     def last_keys(self) -> Iterator[tuple[str, bytes]]:
         """Pinned sessions, the latest first, each with the key of its last block."""
-        for name, (salt, tip, own) in reversed(self._pinned.items()):
-            if own:
+        for name, (salt, tip, own, end) in reversed(self._pinned.items()):
+            if self._tables is not None and not self._tables.has_full and end:
+                yield name, end[-1]
+            elif own:
                 yield name, own[-1]
             elif tip:
                 yield name, self._chunks[salt, tip].last
@@ -100,7 +126,7 @@ class PinnedBlocks:
             last, before = self._end_of(salt, parent)
             tokens = self._sessions.tokens(name, CHUNK_TOKENS * i, CHUNK_TOKENS * (i + 1))
             keys, last, rest = self._keys_after(last, np.concatenate([before, tokens]), partial=False)
-            self._store.pin(keys)
+            self._store.pin(self._pages(keys))
             self._chunks[salt, chain[i]] = _PinnedChunk(parent, keys, last, rest)
             if parent:
                 self._chunks[salt, parent].refs += 1
@@ -109,15 +135,16 @@ class PinnedBlocks:
         self._chunks[salt, chain[-1]].refs += 1
         return chain[-1]
 
-    def _unpin(self, salt: str, tip: int, own: list[bytes]) -> None:
-        self._store.unpin(own)
+    def _unpin(self, salt: str, tip: int, own: list[bytes], end: list[bytes]) -> None:
+        self._store.unpin(self._pages(own))
+        self._store.unpin(end)
         while tip:
             chunk = self._chunks[salt, tip]
             chunk.refs -= 1
             if chunk.refs:
                 return
             del self._chunks[salt, tip]
-            self._store.unpin(chunk.keys)
+            self._store.unpin(self._pages(chunk.keys))
             tip = chunk.parent
 
     def _end_of(self, salt: str, tip: int) -> tuple[bytes, np.ndarray]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from quire.errors import StoreError
 from quire.kvcache.block_tables import BlockTables
+from quire.kvcache.groups import GroupTable
 from quire.kvcache.offload.manager import OffloadManager
 from quire.kvcache.offload.transfers import SaveTransfer
 from quire.kvcache.prefix_cache import ContentKeys
@@ -28,6 +29,8 @@ class ResidentSession:
     name: str
     blocks: list[int] = field(default_factory=list)
     published: int = 0
+    tables: list[GroupTable] = field(default_factory=list)
+    """Its tables in other cache groups. The state there is that after exactly `tokens` tokens."""
     keys: list[bytes] = field(default_factory=list)
     """Content keys of its full blocks."""
     tokens: int = 0
@@ -86,7 +89,7 @@ class SessionKV:
 
     def block_refs(self) -> Counter[int]:
         """How many references sessions have to each device block."""
-        return Counter(block for resident in self._resident.values() for block in resident.blocks)
+        return Counter(block for resident in self._resident.values() for block in self._tables.every_page(resident))
 
     def offloaded(self, limit: int) -> tuple[list[tuple[str, bytes]], int]:
         """Up to `limit` suspended sessions that had blocks, the latest first, each with the key of its last block; and
@@ -120,10 +123,15 @@ class SessionKV:
         resident = self._resident.get(request.source.session) if request.source.session else None
         if resident is None or not resident.blocks or not request.source.reads_cache:
             return 0
-        return min(resident.tokens, request.known - 1)
+        tokens = min(resident.tokens, request.known - 1)
+        return tokens if self._tables.can_continue(resident, resident.tokens, tokens) else 0
 
     def cost_of_taking(self, request: Request) -> int:
         """Free blocks the request's known tokens need in addition to its session's blocks."""
+        if self._tables.others:
+            return self._tables.cost_of_continuing(
+                self._resident[request.source.session], self.tokens_for(request), request.known
+            )
         blocks, refs = self._resident[request.source.session].blocks, self._tables.pool.refs
         tokens = self.tokens_for(request)
         count = self._tables.blocks_for(tokens)
@@ -134,27 +142,21 @@ class SessionKV:
     def take(self, request: Request) -> None:
         """Move the session's blocks to the request."""
         resident = self._resident[request.source.session]
-        size, tokens = self._tables.block_size, self.tokens_for(request)
-        count = self._tables.blocks_for(tokens)
-        self._tables.pool.release(resident.blocks[count:])
-        request.blocks.extend(resident.blocks[:count])
-        request.published = min(resident.published, tokens // size)
-        resident.blocks, resident.tokens, resident.published = [], 0, 0
+        self._tables.hand_over(resident, request, self.tokens_for(request))
+        resident.tokens = 0
 
-    def keep(self, request: Request, tokens: int) -> None:
-        """The turn is over: move the request's blocks with its first `tokens` tokens to the session."""
+    def keep(self, request: Request, tokens: int, state_at: int) -> None:
+        """The turn is over: move the request's blocks with its first `tokens` tokens to the session. `state_at`: how
+        many tokens its recurrent state has consumed; if these are others, the next turn starts from a snapshot."""
         resident = self._resident.get(request.source.session)
         if resident is None:
             return
-        size = self._tables.block_size
-        count = self._tables.blocks_for(tokens)
         self._release(resident)  # blocks the turn did not take
-        self._tables.pool.release(request.blocks[count:])
-        resident.blocks, resident.tokens = request.blocks[:count], tokens
-        resident.published = min(request.published, tokens // size)
-        resident.keys = request.keys[: tokens // size]
-        request.blocks.clear()
-        request.published = 0
+        if not tokens or not self._tables.can_continue(request, state_at, tokens):
+            return
+        self._tables.hand_over(request, resident, tokens)
+        resident.tokens = tokens
+        resident.keys = request.keys[: tokens // self._tables.block_size]
 
     def end(self, name: str, is_stored: bool) -> None:
         """The turn has ended; `is_stored`: its output is in the session's log, so its KV can be used."""
@@ -176,9 +178,9 @@ class SessionKV:
         if (resident := self._resident.get(name)) is not None and resident.blocks:
             child = ResidentSession(new_name, idle_since=self._clock(), keys=list(resident.keys))
             child.tokens = min(resident.tokens, tokens)
-            self._tables.adopt(child, resident.blocks[: self._tables.blocks_for(child.tokens)])
-            child.published = min(resident.published, child.tokens // self._tables.block_size)
-            self._resident[new_name] = child
+            if self._tables.can_continue(resident, resident.tokens, child.tokens):
+                self._tables.share(resident, child, child.tokens)
+                self._resident[new_name] = child
         if self._pinned is not None:
             self._pinned.pin(new_name)
         elif name in self._host_pins and self._tiers is not None:
@@ -190,11 +192,14 @@ class SessionKV:
         resident = self._resident.get(name)
         if resident is not None and tokens < resident.tokens:
             # To a whole block: a block in the prefix cache must not be written to.
-            resident.tokens = tokens - tokens % self._tables.block_size
-            count = resident.tokens // self._tables.block_size
-            self._tables.pool.release(resident.blocks[count:])
-            del resident.blocks[count:], resident.keys[count:]
-            resident.published = min(resident.published, count)
+            kept = tokens - tokens % self._tables.block_size
+            count = kept // self._tables.block_size
+            if self._tables.can_continue(resident, resident.tokens, kept):
+                self._tables.shorten(resident, kept)
+                resident.tokens = kept
+            else:
+                self._release(resident)
+            del resident.keys[count:]
         if self._pinned is not None:
             self._pinned.pin(name)
 
@@ -274,9 +279,7 @@ class SessionKV:
         self.suspended += 1
         self._record_kv(resident)
         if self._tiers is not None:
-            pairs = list(zip(resident.keys, resident.blocks, strict=False))
-            if resident.tokens % self._tables.block_size:
-                pairs.append((self._partial_key(resident), resident.blocks[-1]))
+            pairs = self._tables.tier_pairs(resident, resident.keys, resident.tokens, self._end_key(resident))
             if self._pinned is None:
                 self._pin_in_host(resident.name, [key for key, _ in pairs])
             self._saves[resident.name] = self._tiers.save(pairs, to_disk=True)
@@ -299,13 +302,16 @@ class SessionKV:
         self._tiers.host.unpin(before)
         self._host_pins[name] = keys
 
-    def _partial_key(self, resident: ResidentSession) -> bytes:
+    def _end_key(self, resident: ResidentSession) -> bytes:
+        """The content key of all its tokens."""
         size = self._tables.block_size
-        full = resident.tokens // size
+        full, is_partial = divmod(resident.tokens, size)
+        if full and not is_partial:
+            return resident.keys[full - 1]
         session = self._store.get(resident.name)
         parent = resident.keys[full - 1] if full else self._keys.root(session.salt)
         return self._keys.key_after(parent, self._store.tokens(resident.name, full * size, resident.tokens))
 
     def _release(self, resident: ResidentSession) -> None:
-        self._tables.pool.release(resident.blocks)
-        resident.blocks, resident.tokens, resident.published = [], 0, 0
+        self._tables.release(resident)
+        resident.tokens = 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -38,9 +38,19 @@ class StepInputs:
     tokens: torch.Tensor
     positions: torch.Tensor
     attention: tuple[AttentionInputs, ...]
-    """One for each cache group: its block tables and slots. Models have one group."""
+    """One for each cache group, each other's `siblings`: its block tables and slots. A model is given the first."""
     hidden: torch.Tensor | None = None
     """Hidden states from the previous pipeline stage; None on the first."""
+    slots: torch.Tensor | None = None
+    """[cache groups, tokens]: the slots of all groups, where they are one tensor."""
+
+
+def as_siblings(groups: Sequence[AttentionInputs]) -> tuple[AttentionInputs, ...]:
+    """A step as each cache group sees it, told to each of them."""
+    found = tuple(groups)
+    for inputs in found:
+        inputs.siblings = found if len(found) > 1 else ()
+    return found
 
 
 class StepDraws(Protocol):
@@ -75,6 +85,7 @@ class DeviceBatch:
         self, max_rows: int, max_tokens_per_row: int, vocab_size: int, kv: KVCache, device: torch.device
     ) -> None:
         self.kv = kv
+        self.max_rows = max_rows
         self.vocab_size = vocab_size
         self._device = device
         self.upload = Upload(device)
@@ -97,7 +108,15 @@ class DeviceBatch:
         self.limit = column(torch.int64)
         self.active = column(torch.bool)
         blocks = max_tokens_per_row // kv.block_size + 1
-        self.block_table = column(torch.int32, -(-blocks // 16) * 16)  # rows of tables on 64-byte lines
+        self.cache_groups = groups = kv.geometry.groups
+        width = max(group.pages or blocks for group in groups)
+        width = -(-width // 16) * 16  # rows of tables on 64-byte lines
+        self.block_tables = torch.zeros(len(groups), max_rows + 1, width, dtype=torch.int32, device=device)
+        """[cache groups, rows, blocks]: the block tables of each group."""
+        self.block_table = self.block_tables[0]
+        """Those of the first group: with token ids, if it keeps every token."""
+        self.token_ids = column(torch.int32, 0 if kv.has_tokens else max_tokens_per_row + 1)
+        """[rows, tokens] if no group keeps every token, so that the token ids cannot be in its pages."""
         self.seed = column(torch.int64)
         self.sequence = column(torch.int64)
         self.scalars = column(torch.int32, len(SCALARS))
@@ -112,14 +131,20 @@ class DeviceBatch:
         self._begin(plan)
         last = np.cumsum(plan.counts)[plan.samples] - 1
         drop, block_rows, block_indices, blocks, self._picks, self._draw_rows = self.upload(
-            plan.drop, plan.block_rows, plan.block_indices, plan.blocks, last, plan.sample_rows
+            plan.drop, self._table_rows(plan), plan.block_indices, plan.blocks, last, plan.sample_rows
         )
         if len(drop):
             self.active[drop] = False
         self._add(plan.add)
         if len(blocks):
-            self.block_table[block_rows, block_indices] = blocks.to(torch.int32)
+            self.block_tables.flatten(0, 1)[block_rows, block_indices] = blocks.to(torch.int32)
         self.kv.copy(plan.copies)
+
+    def _table_rows(self, plan: StepPlan) -> np.ndarray:
+        """Rows of the tables of all groups, one group's after another's, that the plan changes."""
+        if not len(plan.block_groups):
+            return plan.block_rows
+        return plan.block_rows + plan.block_groups * np.int32(self.block_tables.shape[1])
 
     def _begin(self, plan: StepPlan) -> None:
         """Check that no plan is missing, which would leave rows wrong without an error."""
@@ -162,8 +187,20 @@ class DeviceBatch:
         self.scalars[rows] = scalars.view(len(added), -1).to(torch.int32)
         self.active[rows] = True
         self._set_stop_ids(rows, [new.stop_ids for new in added])
+        self._add_token_ids(added)
         for new in added:
             self._remember(new)
+
+    def _add_token_ids(self, added: list[NewRow]) -> None:
+        """Token ids that new rows have computed already, if ids are kept by row."""
+        added = [] if self.kv.has_tokens else [new for new in added if len(new.computed)]
+        if not added:
+            return
+        lengths = [len(new.computed) for new in added]
+        rows = np.repeat([new.row for new in added], lengths)
+        columns = np.concatenate([np.arange(length) for length in lengths])
+        places, positions, ids = self.upload(rows, columns, np.concatenate([new.computed for new in added]))
+        self.token_ids[places, positions] = ids.to(torch.int32)
 
     def scalars_of(self, rows: torch.Tensor) -> ScalarColumns:
         """The scalar sampling parameters of these rows, by name."""
@@ -188,7 +225,7 @@ class DeviceBatch:
     def inputs(self, plan: StepPlan) -> StepInputs:
         """Token ids, positions, cache slots and query offsets of the step, computed from the rows it schedules."""
         rows, counts, fresh = self.upload(plan.rows, plan.counts, plan.tokens)
-        total, size = plan.num_tokens, self.kv.block_size
+        total = plan.num_tokens
         starts = self.num_computed[rows]
         ends = counts.cumsum(0)
         if total == len(plan.rows):
@@ -198,26 +235,47 @@ class DeviceBatch:
             offsets = torch.repeat_interleave(starts - (ends - counts), counts, output_size=total)
             positions = torch.arange(total, device=self._device) + offsets
             owners = torch.repeat_interleave(rows, counts, output_size=total)
-        blocks = self.block_table[owners, (positions // size).clamp(max=self.block_table.shape[1] - 1)]
-        # A row that finished on the device, which the host has not seen yet, writes to the null block.
-        slots = torch.where(self.active[owners], blocks * size, 0) + positions % size
         tokens = torch.cat([self.last_token[rows[: plan.num_decodes]], fresh])
-        self.kv.tokens.view(-1)[slots] = tokens.to(torch.int32)
+        is_active = self.active[owners]
+        slots = [self._slots(table, owners, positions, is_active) for table in self._slot_tables()]
+        if self.kv.has_tokens:
+            self.kv.tokens.view(-1)[slots[0]] = tokens.to(torch.int32)
+        else:
+            columns = positions.clamp(max=self.token_ids.shape[1] - 1)
+            self.token_ids[torch.where(is_active, owners, self.max_rows), columns] = tokens.to(torch.int32)
         context = starts + counts
         self.num_computed[rows] = context
-        longest = int(plan.counts.max())
-        attention = AttentionInputs(
-            slots=slots,
+        step = AttentionInputs(
+            slots=slots[0],
             query_starts=torch.nn.functional.pad(ends, (1, 0)).to(torch.int32),
             context_lens=context.to(torch.int32),
-            block_tables=self.block_table[rows, : -(-plan.max_context // size)],
+            block_tables=self._tables_of(0, rows, plan.max_context),
             num_rows=len(plan.rows),
             num_tokens=total,
             num_decodes=plan.num_decodes,
-            max_query_len=longest,
+            max_query_len=int(plan.counts.max()),
             max_context_len=plan.max_context,
         )
-        return StepInputs(tokens, positions, (attention,), self._previous_hidden(total))
+        groups = [step]
+        for group in range(1, len(self.block_tables)):
+            tables = self._tables_of(group, rows, plan.max_context)
+            groups.append(replace(step, slots=slots[min(group, len(slots) - 1)], block_tables=tables, plans={}))
+        return StepInputs(tokens, positions, as_siblings(groups), self._previous_hidden(total))
+
+    def _slot_tables(self) -> torch.Tensor:
+        """Tables of the groups whose blocks hold tokens; of the first if none does: slots then only say which rows are
+        active."""
+        return self.block_tables[: max(1, self.kv.geometry.num_block_groups)]
+
+    def _slots(
+        self, table: torch.Tensor, owners: torch.Tensor, positions: torch.Tensor, is_active: torch.Tensor
+    ) -> torch.Tensor:
+        size = self.kv.block_size
+        columns = (positions // size).clamp(max=table.shape[1] - 1)
+        if not self.kv.geometry.num_block_groups:
+            columns = torch.zeros_like(columns)  # any page of the state
+        # A row that finished on the device, which the host has not seen yet, writes to the null block.
+        return torch.where(is_active, table[owners, columns] * size, 0) + positions % size
 
     def _previous_hidden(self, tokens: int) -> torch.Tensor | None:
         return None if self.previous_hidden is None else self.previous_hidden[:tokens]
@@ -228,28 +286,37 @@ class DeviceBatch:
             tokens, rows = self.picks(plan), self.draw_rows(plan)
         else:
             tokens, rows = self.upload([int(plan.counts[0]) - 1], [int(plan.rows[0])])
-        return LastTokens(tokens, self._one_token_each(rows, inputs.attention[0]))
+        return LastTokens(tokens, self._one_token_each(rows, inputs))
 
     def captured_last_tokens(self, draws: int, inputs: StepInputs) -> LastTokens:
         """The tokens that the step's first `draws` draws are sampled from, in a captured step."""
         raise NotImplementedError("only a batch whose steps are captured has buffers for draws")
 
-    def _one_token_each(self, rows: torch.Tensor, step: AttentionInputs) -> AttentionInputs:
+    def _one_token_each(self, rows: torch.Tensor, inputs: StepInputs) -> AttentionInputs:
         """The step as if it had only the last token of each of these rows."""
-        return AttentionInputs(
+        step = inputs.attention[0]
+        found = AttentionInputs(
             slots=step.slots[:0],
             query_starts=torch.arange(len(rows) + 1, dtype=torch.int32, device=self._device),
             context_lens=self.num_computed[rows].to(torch.int32),
-            block_tables=self._tables_of(rows, step.block_tables.shape[1]),
+            block_tables=self._tables_of(0, rows, step.max_context_len),
             num_rows=len(rows),
             num_tokens=len(rows),
             num_decodes=len(rows),
             max_query_len=1,
             max_context_len=step.max_context_len,
         )
+        others = range(1, len(self.block_tables))
+        tables = [self._tables_of(group, rows, step.max_context_len) for group in others]
+        return as_siblings([found, *(replace(found, block_tables=table, plans={}) for table in tables)])[0]
 
-    def _tables_of(self, rows: torch.Tensor, width: int) -> torch.Tensor:
-        return self.block_table[rows, :width]
+    def _tables_of(self, group: int, rows: torch.Tensor, max_context: int) -> torch.Tensor:
+        """[rows, blocks]: these rows' tables of a cache group."""
+        table, pages = self.block_tables[group], self.cache_groups[group].pages
+        if not pages:
+            return table[rows, : -(-max_context // self.kv.block_size)]
+        # A row that finished on the device must not change its state, which may be kept.
+        return table[rows, :pages] * self.active[rows, None]
 
     def fork(self, forks: list[Fork]) -> None:
         """Make rows copies of their source, each with its own random stream."""
@@ -260,7 +327,7 @@ class DeviceBatch:
         )
         for column in (
             self.last_token, self.num_tokens, self.num_computed, self.prompt_len, self.limit, self.active,
-            self.block_table, self.seed, self.scalars, self.stop_ids,
+            *self.block_tables, self.seed, self.scalars, self.stop_ids, self.token_ids,
         ):  # fmt: skip
             column[rows] = column[sources]
         self.sequence[rows] = sequences
@@ -308,14 +375,18 @@ class DeviceBatch:
         return HostDraws(nothing, nothing.bool(), nothing.bool())
 
     def row_tokens(self, rows: torch.Tensor, longest: int) -> torch.Tensor:
-        """[len(rows), longest] token ids of the rows, read from their pages; garbage past a row's own length."""
+        """[len(rows), longest] token ids of the rows; garbage past a row's own length."""
+        if not self.kv.has_tokens:
+            return self.token_ids[rows, :longest].to(torch.int64)
         size = self.kv.block_size
         width = min(-(-longest // size), self.block_table.shape[1])
         pages = self.kv.tokens[self.block_table[rows, :width]]
         return pages.view(len(rows), -1)[:, :longest].to(torch.int64)
 
     def tokens_at(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """The token ids at these positions of these rows, read from their pages; garbage outside of a row."""
+        """The token ids at these positions of these rows; garbage outside of a row."""
+        if not self.kv.has_tokens:
+            return self.token_ids[rows, positions.clamp(0, self.token_ids.shape[1] - 1)].to(torch.int64)
         size = self.kv.block_size
         positions = positions.clamp(0, self.block_table.shape[1] * size - 1)
         return self.kv.tokens[self.block_table[rows, positions // size], positions % size].to(torch.int64)

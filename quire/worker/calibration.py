@@ -17,7 +17,9 @@ from quire.config import EngineConfig
 from quire.distributed.groups import Ranks
 from quire.errors import UnsupportedModelError
 from quire.kernels.base import Ops
+from quire.kernels.gates import PLAIN_EXPERTS, ExpertVariant
 from quire.kernels.kv import KVFormat
+from quire.kernels.routing import RouteRule
 from quire.kernels.weights.base import Weight
 from quire.layers.build_context import collect_targets
 from quire.layers.linear import FusedLinear, ReplicatedLinear, RowParallelLinear
@@ -30,6 +32,7 @@ from quire.models.base import CausalLM
 from quire.models.llama import LlamaLayer, LlamaMLP
 from quire.platforms.base import Platform
 from quire.worker.building import build_model
+from quire.worker.geometry import assign_groups, model_geometry
 from quire.worker.kv import KVCache
 from quire.worker.sequences import blocks_for, sequence_inputs
 
@@ -204,13 +207,15 @@ class ObservedOps:
         experts: torch.Tensor,
         gate_up: torch.Tensor,
         down: torch.Tensor,
+        variant: ExpertVariant = PLAIN_EXPERTS,
     ) -> torch.Tensor:
         for expert in experts.unique().tolist():
             if 0 <= expert < len(gate_up):
                 own = x[(experts == expert).any(-1)]
                 self._see(gate_up[expert], own, False)
-                self._see(down[expert], self._ops.gated_linear(own, gate_up[expert]), False)
-        return self._ops.experts(x, weights, experts, gate_up, down)
+                features = self._ops.gated_linear(own, gate_up[expert], variant.biases(expert)[0], variant.activation)
+                self._see(down[expert], features, False)
+        return self._ops.experts(x, weights, experts, gate_up, down, variant)
 
     def sparse_mlp(
         self,
@@ -225,10 +230,13 @@ class ObservedOps:
         renormalise: bool,
         counts: torch.Tensor | None = None,
         slots: torch.Tensor | None = None,
+        rule: RouteRule | None = None,
+        variant: ExpertVariant = PLAIN_EXPERTS,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         normed, stream = self._ops.norm_stream(x, residual, gain, eps)
-        weights, experts = self._ops.route(self._ops.linear(normed, router), top_k, renormalise, counts, slots)
-        return self.experts(normed, weights, experts, gate_up, down), stream
+        logits = self._ops.linear(normed, router, variant.router_bias)
+        weights, experts = self._ops.route(logits, top_k, renormalise, counts, slots, rule)
+        return self.experts(normed, weights, experts, gate_up, down, variant), stream
 
 
 @dataclass
@@ -304,11 +312,11 @@ class LayerStage:
 
     @torch.no_grad()
     def _run(self, sequences: Sequence[torch.Tensor], hidden: Sequence[torch.Tensor] | None) -> Iterator[torch.Tensor]:
-        size = self.config.block_size
-        format = KVFormat(self.matrices[0].into.dtype)
-        kv = KVCache(self.model.kv_shape, blocks_for(max(map(len, sequences)), size), size, format, self.device)
+        geometry = model_geometry(self.model, self.config.block_size, KVFormat(self.matrices[0].into.dtype))
+        assign_groups(self.model, geometry)  # type: ignore[arg-type]
+        kv = KVCache.of(geometry, blocks_for(max(map(len, sequences)), geometry), self.device)
         for index, tokens in enumerate(sequences):
-            positions, attention = sequence_inputs(len(tokens), size, self.device)
+            positions, (attention, *_) = sequence_inputs(len(tokens), geometry, self.device)
             # A copy: the layer may overwrite it.
             given = None if hidden is None else hidden[index].to(self.device, copy=True)
             yield self.model.forward(tokens.to(self.device), positions, kv.layers, attention, given).cpu()

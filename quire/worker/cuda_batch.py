@@ -3,7 +3,7 @@ way. No copies, no synchronization."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ from quire.kernels.triton.elementwise import mask_logits
 from quire.kernels.triton.sampling import BatchColumns, commit, draw_and_commit, workspace
 from quire.layers.attention.base import AttentionInputs, GroupInputs, LastTokens
 from quire.messages.plan import NewRow, PrefixGroup, StepPlan
-from quire.worker.batch import DeviceBatch, StepInputs
+from quire.worker.batch import DeviceBatch, StepInputs, as_siblings
 from quire.worker.extras import pack_scalars
 from quire.worker.kv import KVCache
 
@@ -32,6 +32,9 @@ class StepBuffers:
     picks: torch.Tensor
     draw_rows: torch.Tensor
     slot: torch.Tensor
+    live_rows: torch.Tensor
+    """As `rows`, with the padding row for those that have ended on the device: written when a step is laid out, if the
+    model has recurrent states."""
 
 
 class PinnedResult:
@@ -76,6 +79,7 @@ class CudaBatch(DeviceBatch):
             picks=ints(max_rows),
             draw_rows=ints(max_rows),
             slot=ints(1),
+            live_rows=torch.full((max_rows + 1,), self.pad_row, dtype=torch.int32, device=device),
         )
         self.groups = DeviceGroups(max_rows, device, in_flight)
         self._packed = [self._pinned(4 * max_step_tokens) for _ in range(in_flight)]
@@ -100,7 +104,7 @@ class CudaBatch(DeviceBatch):
         drop = [row for row in plan.drop if row not in added]
         ends = np.cumsum(plan.counts, dtype=np.int32)
         sections = [
-            np.array(drop, np.int32), plan.block_rows, plan.block_indices, plan.blocks, plan.rows, _ZERO, ends,
+            np.array(drop, np.int32), self._table_rows(plan), plan.block_indices, plan.blocks, plan.rows, _ZERO, ends,
             plan.tokens, ends[plan.samples] - 1, plan.sample_rows,
         ]  # fmt: skip
         if plan.add:
@@ -116,6 +120,7 @@ class CudaBatch(DeviceBatch):
         if plan.groups is not None:
             self.groups.apply(plan.groups)
         apply_plan(packed, sizes, max(*lengths, sizes["padded"]) + 1, self.buffers, self)
+        self._add_token_ids(plan.add)
         self.kv.copy(plan.copies)
 
     def apply_nothing(self) -> None:
@@ -157,41 +162,64 @@ class CudaBatch(DeviceBatch):
     ) -> StepInputs:
         """Buffers for a step of this size; `grouped`: attention gets the prefix groups."""
         # Padded lengths: Triton compiles another kernel for a pointer that is not 16-byte aligned.
-        longs = torch.empty(3, -(-tokens // 16) * 16, dtype=torch.int64, device=self._device)[:, :tokens]
-        attention = AttentionInputs(
+        longs = torch.empty(
+            2 + len(self._slot_tables()), -(-tokens // 16) * 16, dtype=torch.int64, device=self._device
+        )[:, :tokens]
+        step = AttentionInputs(
             slots=longs[2],
             query_starts=self.buffers.query_starts[: rows + 1],
             context_lens=torch.empty(rows, dtype=torch.int32, device=self._device),
-            block_tables=self.block_table,
+            block_tables=self._tables_of(0, self.buffers.rows, max_context),
             num_rows=rows,
             num_tokens=tokens,
             num_decodes=decodes,
             max_query_len=max_query,
             max_context_len=max_context,
-            rows=self.buffers.rows[:rows],
-            groups=self.groups.inputs if grouped else None,
+            rows=self._rows_of(0)[:rows],
+            groups=self.groups.inputs if grouped and self.cache_groups[0].kind == "full" else None,
         )
-        return StepInputs(longs[0], longs[1], (attention,), self._previous_hidden(tokens))
+        groups = [step]
+        for number, group in enumerate(self.cache_groups[1:], 1):
+            groups.append(
+                replace(
+                    step,
+                    slots=longs[min(2 + number, len(longs) - 1)],
+                    block_tables=self._tables_of(number, self.buffers.rows, max_context),
+                    rows=self._rows_of(number)[:rows],
+                    groups=step.groups if group.kind == "full" else None,
+                    plans={},
+                )
+            )
+        return StepInputs(longs[0], longs[1], as_siblings(groups), self._previous_hidden(tokens), longs[2:])
+
+    def _rows_of(self, group: int) -> torch.Tensor:
+        """The step's rows, by which a cache group's tables are read."""
+        return self.buffers.live_rows if self.cache_groups[group].pages else self.buffers.rows
 
     def captured_last_tokens(self, draws: int, inputs: StepInputs) -> LastTokens:
         rows = self.buffers.draw_rows[:draws]
-        return LastTokens(self.buffers.picks[:draws], self._one_token_each(rows, inputs.attention[0]))
+        return LastTokens(self.buffers.picks[:draws], self._one_token_each(rows, inputs))
 
-    def _one_token_each(self, rows: torch.Tensor, step: AttentionInputs) -> AttentionInputs:
-        inputs = super()._one_token_each(rows, step)
-        inputs.context_lens *= self.active[rows]  # a finished row has no blocks any more
-        inputs.rows = rows.to(torch.int32)
-        return inputs
+    def _one_token_each(self, rows: torch.Tensor, inputs: StepInputs) -> AttentionInputs:
+        found = super()._one_token_each(rows, inputs)
+        is_active = self.active[rows]
+        found.context_lens *= is_active  # a finished row has no blocks any more; siblings have the same tensor
+        for own, group in zip(found.siblings or (found,), self.cache_groups, strict=True):
+            own.rows = (torch.where(is_active, rows, self.pad_row) if group.pages else rows).to(torch.int32)
+        return found
 
-    def _tables_of(self, rows: torch.Tensor, width: int) -> torch.Tensor:
-        return self.block_table
+    def _tables_of(self, group: int, rows: torch.Tensor, max_context: int) -> torch.Tensor:
+        """The tables of all rows: kernels read them by the step's rows."""
+        pages = self.cache_groups[group].pages
+        return self.block_tables[group, :, :pages] if pages else self.block_tables[group]
 
     def expand(self, inputs: StepInputs) -> None:
         """Compute a step's tokens, positions and slots from the rows it schedules."""
-        (attention,) = inputs.attention
+        step = inputs.attention[0]
+        assert inputs.slots is not None
         expand_rows(
-            self.buffers, self, self.kv.tokens, attention.num_rows, attention.num_decodes, inputs.tokens,
-            inputs.positions, attention.slots, attention.context_lens,
+            self.buffers, self, step.num_rows, step.num_decodes, inputs.tokens, inputs.positions, inputs.slots,
+            step.context_lens,
         )  # fmt: skip
 
     # Drawing tokens

@@ -19,9 +19,10 @@ from quire.kernels.kv import KVFormat
 from quire.layers.build_context import quantized_weights
 from quire.layers.moe import active_parameters, parameter_count, widest_mixture
 from quire.loading.model_config import ModelConfig
+from quire.messages.caches import FULL, CacheGroup
 from quire.models.base import CausalLM
 from quire.platforms.base import Platform
-from quire.worker.kv import block_bytes
+from quire.worker.geometry import model_geometry
 from quire.worker.logprobs import LOGIT_ROWS
 
 LOGIT_COPIES = 4
@@ -53,6 +54,12 @@ class MemoryPlan:
     block_size: int
     share: float | None
     """`gpu_memory_utilization`; None on a CPU."""
+    full_groups: int = 1
+    """Cache groups that keep every token: each takes a block for every `block_size` tokens of a request."""
+    window_blocks: tuple[int, ...] = ()
+    """For each group with a window: the most blocks of a request…"""
+    state_pages: int = 0
+    """…and the blocks of its recurrent states. Their snapshots come on top."""
 
     @property
     def free(self) -> int:
@@ -60,15 +67,38 @@ class MemoryPlan:
         taken = self.before + self.weights + self.loaded + self.activations + self.reserve + self.cache
         return self.total - taken
 
+    def blocks_for(self, tokens: int) -> int:
+        """Blocks that a request of this many tokens takes."""
+        blocks = -(-tokens // self.block_size)
+        return self.full_groups * blocks + sum(min(blocks, most) for most in self.window_blocks) + self.state_pages
+
     @property
     def cache_tokens(self) -> int:
-        """Tokens the cache holds."""
-        return (self.num_blocks - 1) * self.block_size
+        """Tokens the cache holds of one request; without a full group it holds any number."""
+        blocks = self.num_blocks - 1
+        if not self.full_groups:
+            return blocks * self.block_size
+        low, high = 0, blocks // self.full_groups  # blocks of tokens; the request with `low` of them fits
+        while low < high:
+            middle = (low + high + 1) // 2
+            fits = self.blocks_for(middle * self.block_size) <= blocks
+            low, high = (middle, high) if fits else (low, middle - 1)
+        return low * self.block_size
+
+    def _held(self) -> str:
+        blocks = f"{self.num_blocks - 1:,} blocks of {self.block_size}"
+        if self.full_groups == 1 and not self.window_blocks and not self.state_pages:
+            return f"{self.cache_tokens:,} tokens in {blocks}"
+        parts = [
+            f"{self.full_groups} per {self.block_size} tokens" if self.full_groups else "",
+            f"at most {sum(self.window_blocks)} in windows" if self.window_blocks else "",
+            f"{self.state_pages} of states" if self.state_pages else "",
+        ]
+        return f"{blocks}; a request takes {', '.join(part for part in parts if part)}"
 
     def rows(self) -> list[tuple[str, str, str]]:
         """The table: name, size, and a note."""
         how = "measured" if self.is_measured else "estimated"
-        held = f"{self.cache_tokens:,} tokens in {self.num_blocks - 1:,} blocks of {self.block_size}"
         rows = [
             ("total", self.total, ""),
             ("in use before", self.before, "other programs" if self.share is None else "other programs, the driver"),
@@ -76,7 +106,7 @@ class MemoryPlan:
             ("kernels, buffers", self.loaded, "allocated while loading"),
             ("activations", self.activations, f"{how}, {self.step_tokens:,} tokens"),
             ("reserve", self.reserve, "captured graphs, workspaces"),
-            ("KV cache", self.cache, held),
+            ("KV cache", self.cache, self._held()),
             ("free", self.free, "" if self.share is None else f"gpu_memory_utilization is {self.share:g}"),
         ]
         shown = [row for row in rows if row[1] or row[0] not in ("kernels, buffers", "reserve")]
@@ -108,6 +138,9 @@ class MemoryNeeds:
     """How blocks are stored; None: in `dtype`."""
     active_parameters: int = 0
     """Parameters used for one token: fewer than all in a mixture of experts."""
+    groups: tuple[CacheGroup, ...] = (FULL,)
+    layout: str = ""
+    """Names the layout of pages, if it is not that of a plain model (`CacheGeometry.identity`)."""
 
     @classmethod
     def estimate(
@@ -125,15 +158,18 @@ class MemoryNeeds:
         tokens = max_tokens or max(config.max_num_batched_tokens or 0, 8192)
         widest = max(4 * max(shape.intermediate_size, shape.hidden_size), widest_mixture(model))  # type: ignore[arg-type]
         widest *= tokens * dtype.itemsize
+        geometry = model_geometry(model, config.block_size)
         return cls(
             dtype=dtype,
             parameters=parameter_count(model),  # type: ignore[arg-type]
             active_parameters=active_parameters(model),  # type: ignore[arg-type]
             weight_bytes=sum(weight.nbytes for weight in [*weights, *quantized_weights(model)]),  # type: ignore[arg-type]
-            block_bytes=block_bytes(model.kv_shape, config.block_size, model.build.kv_format),
+            block_bytes=geometry.block_bytes,
+            groups=geometry.groups,
+            layout=geometry.identity,
             kv_format=model.build.kv_format,
             activation_bytes=widest + logit_bytes(shape, max_rows),
-            most_blocks=max_rows * math.ceil(max_model_len / config.block_size) + 1,
+            most_blocks=geometry.most_blocks(max_rows, max_model_len),
             step_tokens=tokens,
             step_rows=max_rows,
         )
@@ -173,6 +209,11 @@ class MemoryNeeds:
             num_blocks=blocks,
             block_size=config.block_size,
             share=config.gpu_memory_utilization if on_gpu else None,
+            full_groups=sum(group.kind == "full" for group in self.groups),
+            window_blocks=tuple(
+                -(-(group.window - 1) // config.block_size) + 2 for group in self.groups if group.kind == "window"
+            ),
+            state_pages=sum(group.pages for group in self.groups),
         )
 
     def check_weights(self, config: EngineConfig, platform: Platform, before: int) -> None:

@@ -136,7 +136,7 @@ class Mover:
         """Start the copies of a plan; they read what all launched steps have written."""
         if self._on_gpu:  # the copies first, which take longest
             self._pending.append((step, *self._launch(moves)))
-        if moves.back:
+        if moves.back and self._kv.has_tokens and len(moves.tokens):
             blocks = [block for _, block in moves.back]
             ids = torch.from_numpy(moves.tokens.reshape(len(blocks), -1))
             if self._on_gpu:

@@ -17,7 +17,7 @@ from quire.kernels.base import Ops
 from quire.layers.attention.base import AttentionInputs
 from quire.messages.plan import StepPlan
 from quire.models.base import CausalLM
-from quire.worker.batch import DeviceBatch, StepInputs
+from quire.worker.batch import DeviceBatch, StepInputs, as_siblings
 from quire.worker.extras import RowKind
 
 TAPE_ROWS = 32
@@ -151,9 +151,8 @@ class TapeDecodePath:
 
     def _record(self, key: tuple[DecodeShape, int], step: StepInputs) -> torch.Tensor:
         # Hidden states of the previous pipeline stage always arrive in the same buffer.
-        inputs = StepInputs(
-            step.tokens.clone(), step.positions.clone(), tuple(map(self._own_inputs, step.attention)), step.hidden
-        )
+        groups = as_siblings([self._own_inputs(group, given) for group, given in enumerate(step.attention)])
+        inputs = StepInputs(step.tokens.clone(), step.positions.clone(), groups, step.hidden)
         hidden, replay = self._ops.capture(functools.partial(forward, self._model, self._batch, inputs))
         if replay is None:
             self._enabled = False  # this model, or this device, cannot be recorded
@@ -161,9 +160,10 @@ class TapeDecodePath:
             self._passes[key] = RecordedPass(inputs, hidden, replay)
         return hidden
 
-    def _own_inputs(self, given: AttentionInputs) -> AttentionInputs:
+    def _own_inputs(self, group: int, given: AttentionInputs) -> AttentionInputs:
         """Buffers of the pass for one cache group, filled from the first step; tables as wide as they can get."""
-        tables = given.block_tables.new_zeros(given.num_rows, self._batch.block_table.shape[1])
+        width = self._batch.cache_groups[group].pages or self._batch.block_table.shape[1]
+        tables = given.block_tables.new_zeros(given.num_rows, width)
         tables[:, : given.block_tables.shape[1]] = given.block_tables
         return replace(
             given,
@@ -177,8 +177,7 @@ class TapeDecodePath:
 
 def forward(model: CausalLM, batch: DeviceBatch, step: StepInputs) -> torch.Tensor:
     """Hidden states of a step's tokens."""
-    (attention,) = step.attention  # models have one cache group
-    return model.forward(step.tokens, step.positions, batch.kv.layers, attention, step.hidden)
+    return model.forward(step.tokens, step.positions, batch.kv.layers, step.attention[0], step.hidden)
 
 
 def require_single_query(width: int) -> None:

@@ -125,6 +125,7 @@ class Runner:
     def _launch(self, plan: StepPlan) -> PendingStep:
         if not len(plan.rows):
             step = self._start(plan, plan)
+            self._batch.kv.copy(plan.snapshots)
             step.draws = self._batch.nothing_drawn()
             return step
         path, shape = self._choose_path(plan)
@@ -133,6 +134,7 @@ class Runner:
             self._pipeline.begin(padded.num_tokens)
         step = self._start(plan, padded, rows)
         output = path.run(plan, shape)
+        self._batch.kv.copy(plan.snapshots)
         if self._pipeline is not None and not self._pipeline.is_last:
             assert output.hidden is not None
             self._pipeline.send(output.hidden[: padded.num_tokens])

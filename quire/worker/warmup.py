@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from quire.kernels.kv import QuantizedKV
+from quire.kernels.kv import LayerKV, QuantizedKV, format_of
 from quire.kernels.triton.compiler import Compilers, Task
 from quire.kernels.triton.kv_widen import MIN_QUERIES
 from quire.kernels.triton.launch import let_threads_launch
@@ -27,6 +27,7 @@ from quire.layers.attention.layer import Attention
 from quire.layers.gemm_shapes import kind_of, layer_experts, layer_gemms
 from quire.layers.linear import FusedLinear
 from quire.worker.cuda_batch import CudaBatch
+from quire.worker.geometry import cache_layers
 
 logger = logging.getLogger(__name__)
 
@@ -66,64 +67,74 @@ def warm_up(model: nn.Module, ops: TritonOps, batch: CudaBatch, max_tokens: int,
     weights = {(kind_of(gemm.weight), *gemm[1:]) for gemm in gemms}
     kv = batch.kv.data
     identity = (
-        f"{type(ops)} {sorted(map(str, {*layers, *weights, *experts, *jobs}))} {kv.shape[1:]} {batch.kv.format} "
-        f"{batch.block_table.shape} {batch.vocab_size} {grouped}"
+        f"{type(ops)} {sorted(map(str, {*layers, *weights, *experts, *jobs}))} {kv.shape[1:]} {batch.kv.geometry} "
+        f"{batch.block_tables.shape} {batch.vocab_size} {grouped}"
     )
     return WarmUp([*tasks, *(job.compile for job in jobs)], identity, batch.kv.data.device)
 
 
 def _shape(layer: Attention) -> tuple[object, ...]:
-    return layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.window, layer.norms is None
+    spec = layer.spec
+    flags = spec.window, spec.soft_cap, spec.sinks is None, layer.norms is None
+    return layer.num_heads, layer.num_kv_heads, layer.head_dim, *flags
+
+
+def _attention_layers(model: nn.Module, batch: CudaBatch) -> list[tuple[Attention, LayerKV]]:
+    """The attention layers, each with its cache."""
+    pairs = zip(cache_layers(model), batch.kv.layers, strict=False)
+    return [(layer, kv) for layer, kv in pairs if isinstance(layer, Attention)]
 
 
 def _attention_kernels(model: nn.Module, batch: CudaBatch, grouped: bool) -> Iterator[Task]:
     """Attention over rows without tokens: one query, several, long contexts, prefix groups."""
-    layers = {module.window: module for module in model.modules() if isinstance(module, Attention)}
+    layers = {(*_shape(layer), format_of(kv)): (layer, kv) for layer, kv in _attention_layers(model, batch)}
     many = len(batch.buffers.rows) - 1
-    for layer in layers.values():
-        kinds = [False, True] if grouped and layer.window is None else [False]
+    for layer, kv in layers.values():
+        kinds = [False, True] if grouped and layer.spec.window is None else [False]
         for is_grouped in kinds:
-            yield functools.partial(_attend, layer, batch, 1, 1, 1, 0, is_grouped)
-        yield functools.partial(_attend, layer, batch, 1, 2, 0, 2, False)
-        yield functools.partial(_attend, layer, batch, 1, 2, 0, LONG_CONTEXT + 1, False)
-        if isinstance(batch.kv.layers[0], QuantizedKV):
+            yield functools.partial(_attend, layer, kv, batch, 1, 1, 1, 0, is_grouped)
+        yield functools.partial(_attend, layer, kv, batch, 1, 2, 0, 2, False)
+        yield functools.partial(_attend, layer, kv, batch, 1, 2, 0, LONG_CONTEXT + 1, False)
+        if isinstance(kv, QuantizedKV):
             # Prompts whose blocks are converted to 16 bits first.
-            yield functools.partial(_attend, layer, batch, 1, MIN_QUERIES, 0, MIN_QUERIES, False)
-            yield functools.partial(_attend, layer, batch, 1, MIN_QUERIES, 0, LONG_CONTEXT + 1, False)
+            yield functools.partial(_attend, layer, kv, batch, 1, MIN_QUERIES, 0, MIN_QUERIES, False)
+            yield functools.partial(_attend, layer, kv, batch, 1, MIN_QUERIES, 0, LONG_CONTEXT + 1, False)
         for is_grouped in kinds:
             for rows in (33, 257):  # plans of more rows; the attention kernel is the same
                 if rows <= many:
-                    yield functools.partial(_plan, layer, batch, rows, rows, rows, 0, is_grouped)
+                    yield functools.partial(_plan, layer, kv, batch, rows, rows, rows, 0, is_grouped)
 
 
 @torch.inference_mode()
 def _plan(
-    layer: Attention, batch: CudaBatch, rows: int, tokens: int, decodes: int, max_context: int, grouped: bool
-) -> AttentionInputs:
-    inputs = batch.empty_inputs(rows, tokens, decodes, tokens, max_context, grouped).attention[0]
+    layer: Attention, kv: LayerKV, batch: CudaBatch, rows: int, tokens: int, decodes: int, max_context: int,
+    grouped: bool,
+) -> AttentionInputs:  # fmt: skip
+    inputs = batch.empty_inputs(rows, tokens, decodes, tokens, max_context, grouped).attention[layer.group]
     inputs.context_lens.zero_()
-    layer.backend.prepare(layer.num_heads, layer.scaled(batch.kv.layers[0]), inputs, layer.window)
+    layer.backend.prepare(layer.num_heads, layer.scaled(kv), inputs, layer.spec)
     return inputs
 
 
 @torch.inference_mode()
 def _attend(
-    layer: Attention, batch: CudaBatch, rows: int, tokens: int, decodes: int, max_context: int, grouped: bool
-) -> None:
-    inputs = _plan(layer, batch, rows, tokens, decodes, max_context, grouped)
-    kv = layer.scaled(batch.kv.layers[0])
+    layer: Attention, kv: LayerKV, batch: CudaBatch, rows: int, tokens: int, decodes: int, max_context: int,
+    grouped: bool,
+) -> None:  # fmt: skip
+    inputs = _plan(layer, kv, batch, rows, tokens, decodes, max_context, grouped)
+    kv = layer.scaled(kv)
     width = (layer.num_heads + 2 * layer.num_kv_heads) * layer.head_dim
     qkv = torch.zeros(tokens, width, dtype=kv.dtype, device=kv.device)
     q = qkv[:, : layer.num_heads * layer.head_dim].view(tokens, layer.num_heads, layer.head_dim)
-    layer.backend.attend(q, kv, inputs, layer.scale, layer.window)
+    layer.backend.attend(q, kv, inputs, layer.spec)
 
 
 def _expert_kernels(model: nn.Module, ops: TritonOps, max_tokens: int) -> dict[object, Task]:
     """One token of zeros through experts of each shape, by every kernel a step may use."""
     tasks: dict[object, Task] = {}
     for experts in layer_experts(model):
-        form = (kind_of(experts.gate_up), kind_of(experts.down), *experts[2:])
-        tasks |= {(form, kernel): task for kernel, task in ops.expert_kernels_of(*experts, max_tokens).items()}
+        made = ops.expert_kernels_of(*experts[:5], max_tokens, experts.variant)
+        tasks |= {(experts.kind, kernel): task for kernel, task in made.items()}
     return tasks
 
 
@@ -146,9 +157,9 @@ def _sampling_kernels(model: nn.Module, batch: CudaBatch) -> Iterator[Task]:
 
 def _row_kernels(model: nn.Module, ops: TritonOps, batch: CudaBatch) -> Iterator[Task]:
     """The row-wise kernels, on two rows of zeros."""
-    attention = next((module for module in model.modules() if isinstance(module, Attention)), None)
+    attention, kv = next(iter(_attention_layers(model, batch)), (None, None))
     fused = next((module for module in model.modules() if isinstance(module, FusedLinear)), None)
-    if attention is None or fused is None:
+    if attention is None or kv is None or fused is None:
         return
     weight = fused.weight
 
@@ -164,5 +175,5 @@ def _row_kernels(model: nn.Module, ops: TritonOps, batch: CudaBatch) -> Iterator
         yield lambda: ops.silu_mul(zeros(2, gate_up.weight.shape[0]))
     yield lambda: ops.prepare_qkv(
         zeros(2, (heads + 2 * kv_heads) * dim), places, attention.cos_sin, attention.norms,
-        attention.scaled(batch.kv.layers[0]), places, heads, kv_heads, dim,
+        attention.scaled(kv), places, heads, kv_heads, dim,
     )  # fmt: skip

@@ -13,6 +13,8 @@ import torch
 from torch import nn
 
 from quire.kernels.weights.base import QuantizedWeight, SplitWeight
+from quire.kernels.weights.fp4 import Fp4Weight
+from quire.kernels.weights.grouped import GroupedWeight
 from quire.layers.build_context import quantized_weights
 
 logger = logging.getLogger(__name__)
@@ -20,22 +22,38 @@ logger = logging.getLogger(__name__)
 
 @torch.no_grad()
 def make_copies(model: nn.Module, allowed: int) -> int:
-    """Give every weight-only matrix a 16-bit copy, if all of them fit into `allowed` bytes; returns the bytes taken."""
-    weights = [weight for held in quantized_weights(model) for weight in _parts(held)]
-    wanted = [weight for weight in weights if weight.is_weight_only and weight.dim() == 2]
-    total = sum(weight.numel() * weight.dtype.itemsize for weight in wanted)
-    if not wanted or total > allowed:
-        if wanted:
-            logger.info(
-                "no 16-bit copies of quantized weights: they need %.1f GiB, %.1f GiB may be used",
-                total / 2**30,
-                allowed / 2**30,
-            )
-        return 0
-    for weight in wanted:
-        weight.copy = weight.dequantize().contiguous()
-    logger.info("16-bit copies of quantized weights, for steps of many rows: %.1f GiB", total / 2**30)
-    return total
+    """Give every weight-only matrix, and every stack of experts, a 16-bit copy, if all of a kind fit into `allowed`
+    bytes; returns the bytes taken."""
+    weights = [weight for held in quantized_weights(model) for weight in _parts(held) if weight.is_weight_only]
+    matrices = [weight for weight in weights if weight.dim() == 2]
+    stacks = [weight for weight in weights if weight.dim() == 3 and isinstance(weight, (Fp4Weight, GroupedWeight))]
+    taken = 0
+    for kind, wanted in (("weights", matrices), ("experts", stacks)):
+        total = sum(weight.numel() * weight.dtype.itemsize for weight in wanted)
+        if not wanted or taken + total > allowed:
+            if wanted:
+                logger.info(
+                    "no 16-bit copies of quantized %s: they need %.1f GiB, %.1f GiB may be used (weight_copy_share)",
+                    kind,
+                    total / 2**30,
+                    (allowed - taken) / 2**30,
+                )
+            continue
+        for weight in wanted:
+            weight.copy = _dequantized(weight)
+        logger.info("16-bit copies of quantized %s, for steps of many rows: %.1f GiB", kind, total / 2**30)
+        taken += total
+    return taken
+
+
+def _dequantized(weight: QuantizedWeight) -> torch.Tensor:
+    """Its values. Of a stack, an expert at a time: dequantizing takes more memory than the result."""
+    if weight.dim() == 2:
+        return weight.dequantize().contiguous()
+    out = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
+    for index in range(weight.shape[0]):
+        out[index] = weight[index].dequantize()
+    return out
 
 
 def _parts(weight: QuantizedWeight) -> list[QuantizedWeight]:

@@ -27,7 +27,8 @@ from quire.messages.sampling import SamplingParams
 from quire.platforms.base import Platform
 from quire.worker.batch import DeviceBatch, StepInputs
 from quire.worker.building import backend_name, build_model, ignored_tensors, make_ops
-from quire.worker.kv import KVCache, stored_bytes
+from quire.worker.geometry import assign_groups, model_geometry
+from quire.worker.kv import KVCache
 from quire.worker.logits import LogitsProcessor, load_processors
 from quire.worker.memory import MemoryNeeds, logit_bytes, profile_activations
 from quire.worker.moves import HostMemory, Mover, host_slots
@@ -89,6 +90,9 @@ class Worker:
         self._max_model_len = max_model_len
         self._max_rows = max_rows
         self.model = build_model(config, files, model, platform, max_model_len, ranks, replica=replica)
+        self.geometry = model_geometry(self.model, config.block_size)
+        """The cache groups, and where each layer's cache lies in the pages."""
+        assign_groups(self.model, self.geometry)  # type: ignore[arg-type]
         backend = attention_backend(backend_name(config, platform))
         self._graph_safe = backend.graph_safe and getattr(self.model, "graph_safe", True)
         self.reads_groups = (
@@ -97,6 +101,7 @@ class Worker:
             and issubclass(backend, PrefixGroupBackend)
             and self._ops.whole_steps
             and None in model.windows
+            and self.geometry.has_full_group
             and max_rows > 1
         )
         """Whether plans should name prefix groups."""
@@ -108,7 +113,7 @@ class Worker:
         if ranks.pp_size > 1:
             most = max_tokens + max_rows  # a step that is padded may have more than it was planned with
             self._pipeline = Pipeline(ranks, model.hidden_size, most, self.needs.dtype, self._device)
-        self.slot_bytes = stored_bytes(self.model.kv_shape, config.block_size, self.model.build.kv_format)
+        self.slot_bytes = self.geometry.page_bytes
         """Bytes of a block in host memory."""
         self.host_slots = host_slots(config, self.slot_bytes)
         """Blocks the host tier has room for."""
@@ -171,8 +176,7 @@ class Worker:
 
     def _make_runner(self, num_blocks: int, capture: bool) -> Runner:
         """`capture`: whether decodes may be captured."""
-        format = self.model.build.kv_format
-        kv = KVCache(self.model.kv_shape, num_blocks, self._config.block_size, format, self._device)
+        kv = KVCache.of(self.geometry, num_blocks, self._device)
         processors = load_processors(self._config.logits_processors)
         if self._ops.whole_steps:
             return self._make_cuda_runner(kv, processors, capture)

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from quire import LLM, SamplingParams
+from quire.layers.attention.base import AttentionSpec
 from tests.layers.test_torch_paged import ROWS, Case
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -75,8 +76,8 @@ def test_the_attention_backend_agrees_with_the_engines_own(example, settings, ca
 def test_the_attention_backend_attends_to_the_right_tokens(example, window):
     case = Case(4, 2, ROWS, torch.float32)
     backend = example("custom_attention_backend").TextbookAttention()
-    backend.prepare(4, case.kv, case.inputs, window)
-    out = backend.attend(case.q, case.kv.nan_to_num(0.0), case.inputs, 0.3, window)
+    backend.prepare(4, case.kv, case.inputs, AttentionSpec(0.3, window))
+    out = backend.attend(case.q, case.kv.nan_to_num(0.0), case.inputs, AttentionSpec(0.3, window))
     torch.testing.assert_close(out.double(), case.exact(0.3, window), rtol=1e-5, atol=1e-5)
 
 

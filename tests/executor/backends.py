@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import distributed
 
-from quire.layers.attention.base import AttentionInputs
+from quire.layers.attention.base import AttentionInputs, AttentionSpec
 from quire.layers.attention.cpu import CpuPagedAttention
 
 
@@ -14,11 +14,9 @@ class FailsInTheFirstStage(CpuPagedAttention):
 
     prompts = 0
 
-    def attend(
-        self, q: torch.Tensor, kv: torch.Tensor, inputs: AttentionInputs, scale: float, window: int | None
-    ) -> torch.Tensor:
+    def attend(self, q: torch.Tensor, kv: torch.Tensor, inputs: AttentionInputs, spec: AttentionSpec) -> torch.Tensor:
         self.prompts += inputs.max_query_len > 1
         if self.prompts == 4 and distributed.is_initialized() and distributed.get_rank() == 0:
             self.prompts += 1
             raise RuntimeError("a stage that fails")
-        return super().attend(q, kv, inputs, scale, window)
+        return super().attend(q, kv, inputs, spec)

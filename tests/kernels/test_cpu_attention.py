@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
-from quire.layers.attention.base import AttentionInputs
+from quire.layers.attention.base import AttentionInputs, AttentionSpec
 from quire.layers.attention.cpu import CpuPagedAttention
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -61,7 +63,9 @@ class Step:
         )
         self.scale = dim**-0.5
 
-    def expected(self, window: int | None = None) -> torch.Tensor:
+    def expected(
+        self, window: int | None = None, cap: float | None = None, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
         heads = self.q.shape[1]
         out = torch.empty(self.q.shape, dtype=torch.float64)
         for row, (keys, values) in enumerate(zip(self.keys, self.values, strict=True)):
@@ -73,14 +77,25 @@ class Step:
             hidden = torch.arange(len(keys)) > position
             if window is not None:
                 hidden |= torch.arange(len(keys)) <= position - window
-            out[first:last] = (scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v).transpose(0, 1)
+            if cap is not None:
+                scores = cap * torch.tanh(scores / cap)
+            scores = scores.masked_fill(hidden, -torch.inf)
+            if sinks is not None:
+                scores = torch.cat((scores, sinks.double().view(-1, 1, 1).expand(heads, last - first, 1)), -1)
+            out[first:last] = (scores.softmax(-1)[..., : len(keys)] @ v).transpose(0, 1)
         return out.flatten(1)
 
-    def check(self, attention: CpuPagedAttention, window: int | None = None) -> torch.Tensor:
-        out = attention.attend(self.q, self.kv, self.inputs, self.scale, window)
+    def check(
+        self,
+        attention: CpuPagedAttention,
+        window: int | None = None,
+        cap: float | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        out = attention.attend(self.q, self.kv, self.inputs, AttentionSpec(self.scale, window, cap, sinks))
         tolerance = {torch.float32: 2e-5, torch.bfloat16: 2e-2}[out.dtype]
         assert out.dtype == self.q.dtype
-        torch.testing.assert_close(out.double(), self.expected(window), rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(out.double(), self.expected(window, cap, sinks), rtol=tolerance, atol=tolerance)
         return out
 
 
@@ -114,6 +129,23 @@ def test_windows(attention: CpuPagedAttention, window: int, dtype: torch.dtype) 
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [None, 16])
+@pytest.mark.parametrize("cap", [None, 2.0, 50.0])
+def test_soft_caps_and_sinks(
+    attention: CpuPagedAttention, window: int | None, cap: float | None, dtype: torch.dtype
+) -> None:
+    step = Step([*MIXED, (1, 800), (90, 700)], dtype=dtype)
+    sinks = torch.linspace(-4, 9, 9).to(dtype)
+    sinks[3] = 200  # takes all weight
+    for row, (first, last) in enumerate(itertools.pairwise(step.inputs.query_starts.tolist())):
+        behind = int(step.inputs.context_lens[row]) - (last - first) - (window or 10_000) + 1
+        step.inputs.block_tables[row, : max(0, behind) // 16] = 1 << 30  # stale
+    step.check(attention, window, cap, sinks)
+    if cap:
+        step.check(attention, window, cap)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_one_long_row_is_shared_between_threads(attention: CpuPagedAttention, dtype: torch.dtype) -> None:
     Step([(1, 5000)], dtype=dtype).check(attention)
     Step([(6, 4000)], dtype=dtype).check(attention)
@@ -128,7 +160,7 @@ def test_a_long_prompt(attention: CpuPagedAttention, dtype: torch.dtype) -> None
 def test_large_scores_do_not_overflow(attention: CpuPagedAttention) -> None:
     step = Step([(1, 600), (40, 300)])
     step.q *= 200
-    out = attention.attend(step.q, step.kv, step.inputs, step.scale, None)
+    out = attention.attend(step.q, step.kv, step.inputs, AttentionSpec(step.scale))
     assert out.isfinite().all()
     torch.testing.assert_close(out.double(), step.expected(), rtol=1e-2, atol=1e-2)
 
@@ -160,7 +192,7 @@ def test_a_row_has_the_same_bits_in_any_batch_threads_and_chunking(
         before = torch.get_num_threads()
         try:
             torch.set_num_threads(threads)
-            return attention.attend(q[begin + first : begin + last], step.kv, part, step.scale, window)
+            return attention.attend(q[begin + first : begin + last], step.kv, part, AttentionSpec(step.scale, window))
         finally:
             torch.set_num_threads(before)
 
@@ -177,7 +209,7 @@ def test_padding_rows_stay_inside_their_tables(attention: CpuPagedAttention) -> 
     inputs = step.inputs
     inputs.block_tables[1] = 0
     inputs.context_lens[1] = 1 << 20  # claims far more than its table holds
-    out = attention.attend(step.q, step.kv, inputs, step.scale, None)
+    out = attention.attend(step.q, step.kv, inputs, AttentionSpec(step.scale))
     expected = step.expected()
     torch.testing.assert_close(out[[0, 2, 3, 4, 5]].double(), expected[[0, 2, 3, 4, 5]], rtol=2e-5, atol=2e-5)
     torch.testing.assert_close(out[1], torch.ones_like(out[1]))
@@ -195,5 +227,5 @@ def test_float16_goes_to_torch(attention: CpuPagedAttention) -> None:
     step = Step([(1, 40), (8, 30)], dtype=torch.float16)
     step.kv.nan_to_num_(0)
     step.inputs.block_tables[step.inputs.block_tables >= len(step.kv)] = 0
-    out = attention.attend(step.q, step.kv, step.inputs, step.scale, None)
+    out = attention.attend(step.q, step.kv, step.inputs, AttentionSpec(step.scale))
     torch.testing.assert_close(out.double(), step.expected(), rtol=1e-2, atol=1e-2)

@@ -16,7 +16,7 @@ from quire.kernels.reference import TorchOps  # isort: skip
 from quire.kernels.triton import kv_codes  # isort: skip
 from quire.kernels.triton.decode_attention import DecodeAttention  # isort: skip
 from quire.kernels.triton.qkv import prepare_qkv  # isort: skip
-from quire.layers.attention.base import AttentionInputs, GroupInputs, KVSpec  # isort: skip
+from quire.layers.attention.base import AttentionInputs, AttentionSpec, GroupInputs, KVSpec  # isort: skip
 from quire.layers.attention.torch_paged import TorchPagedAttention  # isort: skip
 from quire.layers.attention.triton import TritonPagedAttention  # isort: skip
 from quire.worker.kv import KVCache, block_bytes, stored_bytes  # isort: skip
@@ -144,9 +144,9 @@ def test_decodes_and_prompts(
     rows = Rows(name, dtype, MIXED, heads, kv_heads, dim)
     for backend in (TritonPagedAttention(), TritonPagedAttention(batch_invariant=True), TorchPagedAttention()):
         inputs = rows.inputs()
-        backend.prepare(heads, rows.kv, inputs, window)
+        backend.prepare(heads, rows.kv, inputs, AttentionSpec(dim**-0.5, window))
         torch.zeros(1, device=DEVICE).add_(1)  # another kernel must come between a plan and its use
-        out = backend.attend(rows.q, rows.kv, inputs, dim**-0.5, window)
+        out = backend.attend(rows.q, rows.kv, inputs, AttentionSpec(dim**-0.5, window))
         assert rows.error(out, dim**-0.5, window) < limit(dtype), type(backend)
 
 
@@ -163,10 +163,10 @@ def test_a_prefix_group(name: str, dtype: torch.dtype, heads: int, kv_heads: int
     ints = [torch.tensor(each, dtype=torch.int32, device=DEVICE) for each in ([*lines[:3], -7], [0, 3, 3])]
     inputs = rows.inputs(GroupInputs(shared.to(DEVICE), *ints))
     backend = TritonPagedAttention()
-    backend.prepare(heads, rows.kv, inputs, None)
-    assert ("prefix", None) in inputs.plans
+    backend.prepare(heads, rows.kv, inputs, AttentionSpec(0.1))
+    assert ("prefix", None, (heads, kv_heads, dim)) in inputs.plans
     torch.zeros(1, device=DEVICE).add_(1)
-    assert rows.error(backend.attend(rows.q, rows.kv, inputs, 0.1, None), 0.1) < limit(dtype)
+    assert rows.error(backend.attend(rows.q, rows.kv, inputs, AttentionSpec(0.1)), 0.1) < limit(dtype)
 
 
 @pytest.mark.xfail(ON_GPU, reason="an illegal access on a GPU, to be found before drafts use this", run=False)

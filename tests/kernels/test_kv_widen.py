@@ -12,6 +12,7 @@ from tests.kernels.triton_target import DEVICE, HALF
 
 from quire.kernels.triton import kv_widen  # isort: skip
 from quire.layers.attention import triton as backend  # isort: skip
+from quire.layers.attention.base import AttentionSpec  # isort: skip
 
 LENS = [(40, 1), (7, 1), (70, 70), (50, 20), (16, 16)]
 
@@ -42,9 +43,11 @@ def test_attention_is_exact(monkeypatch: pytest.MonkeyPatch, window: int | None)
     monkeypatch.setattr(backend, "widen", lambda *args: calls.append(1) or kv_widen.widen(*args))
     rows = unit_rows(HALF)
     inputs, attention = rows.inputs(), backend.TritonPagedAttention()
-    attention.prepare(4, rows.kv, inputs, window)
-    found = attention.attend(rows.q, rows.kv, inputs, 0.2, window)
-    assert calls and rows.error(found, 0.2, window) < limit(HALF)
+    attention.prepare(4, rows.kv, inputs, AttentionSpec(0.2, window))
+    found = attention.attend(rows.q, rows.kv, inputs, AttentionSpec(0.2, window))
+    # Rows with a window see few of their blocks.
+    assert bool(calls) == (window is None)
+    assert rows.error(found, 0.2, window) < limit(HALF)
 
 
 def test_too_many_blocks_are_read_as_codes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,5 +61,5 @@ def test_scales_and_batch_invariance_exclude_it(monkeypatch: pytest.MonkeyPatch)
     scaled, rows = Rows("fp8", HALF, LENS, 4, 2, 32), unit_rows(HALF)
     for attention, each in ((backend.TritonPagedAttention(), scaled), (backend.TritonPagedAttention(True), rows)):
         inputs = each.inputs()
-        attention.prepare(4, each.kv, inputs, None)
-        assert inputs.plans.get("wide") is None
+        attention.prepare(4, each.kv, inputs, AttentionSpec(0.2))
+        assert not any(key[0] == "wide" and plan for key, plan in inputs.plans.items())

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from tests.kernels.triton_target import DEVICE, HALF, ON_GPU
 
 from quire.kernels.triton.decode_attention import DecodeAttention, DecodeTile  # isort: skip
-from quire.layers.attention.base import AttentionInputs  # isort: skip
+from quire.layers.attention.base import AttentionInputs, AttentionSpec  # isort: skip
 from quire.layers.attention.torch_paged import TorchPagedAttention  # isort: skip
 
 SMALL = None if ON_GPU else DecodeTile(16, 4, 1, 2)
@@ -36,17 +38,18 @@ def make_case(lens: list[int], heads: int, kv_heads: int, dim: int, block: int, 
     }  # fmt: skip
 
 
-def expected(case: dict, scale: float, window: int | None) -> torch.Tensor:
+def expected(case: dict, scale: float, window: int | None, *more: Any) -> torch.Tensor:
     lens, rows = case["lens"], len(case["lens"])
     inputs = AttentionInputs(
         slots=torch.empty(0), query_starts=torch.arange(rows + 1, dtype=torch.int32, device=DEVICE),
         context_lens=lens, block_tables=case["tables"][case["rows"].long()], num_rows=rows, num_tokens=rows,
         num_decodes=rows, max_query_len=1, max_context_len=int(lens.max()),
     )  # fmt: skip
-    return TorchPagedAttention().attend(case["q"].float(), case["kv"].float(), inputs, scale, window)
+    spec = AttentionSpec(scale, window, *more)
+    return TorchPagedAttention().attend(case["q"].float(), case["kv"].float(), inputs, spec)
 
 
-def attend(case: dict, scale: float, window: int | None, max_rows: int = 32) -> torch.Tensor:
+def attend(case: dict, scale: float, window: int | None, max_rows: int = 32, more: tuple = ()) -> torch.Tensor:
     rows, heads, dim = case["q"].shape
     kernel = DecodeAttention(
         heads, case["kv"].shape[2], dim, max_rows, case["q"].dtype, torch.device(DEVICE), tile=SMALL
@@ -55,7 +58,10 @@ def attend(case: dict, scale: float, window: int | None, max_rows: int = 32) -> 
     for _ in range(2):  # the second run uses the counters as the first left them
         plan = kernel.plan(case["lens"], case["rows"], rows, window)
         out.fill_(float("nan"))  # another launch must come between the two
-        kernel.attend(case["q"], case["kv"], out, case["tables"], case["rows"], case["lens"], plan, rows, scale, window)
+        kernel.attend(
+            case["q"], case["kv"], out, case["tables"], case["rows"], case["lens"], plan, rows, scale, window, None,
+            *more,
+        )  # fmt: skip
     return out
 
 
@@ -103,3 +109,16 @@ def test_ended_rows_are_skipped_and_affect_no_other(ended: list[int]) -> None:
     others = [i for i in range(4) if i not in ended]
     assert out[ended].isnan().all()
     assert not others or error(out[others], reference[others]) < 1e-5
+
+
+@pytest.mark.parametrize("cap, sunk", [(None, True), (2.0, False), (30.0, True)])
+@pytest.mark.parametrize("window", [None, 16, 17])
+def test_soft_caps_sinks_and_stale_tables(window: int | None, cap: float | None, sunk: bool) -> None:
+    case = make_case([130, 16, 33, 17, 1], 6, 2, 32, 16, torch.float32)
+    sinks = torch.tensor([-3.0, 0.5, 40.0, 2.0, -90.0, 1.0], device=DEVICE) if sunk else None
+    reference = expected(case, 0.3, window, cap, sinks)
+    if window is not None:
+        assert (reference - expected(case, 0.3, window + 1, cap, sinks)).abs().max() > 0.01
+        for line, length in zip(case["rows"].tolist(), case["lens"].tolist(), strict=True):
+            case["tables"][line, : max(0, length - window) // 16] = 1 << 20
+    assert error(attend(case, 0.3, window, more=(cap, sinks)), reference) < 1e-5

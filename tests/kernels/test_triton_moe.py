@@ -10,9 +10,12 @@ import torch.nn.functional as F
 
 from tests.kernels.triton_target import DEVICE, HALF, ON_GPU, assert_same_bits
 
+from quire.kernels.gates import GATES, ExpertVariant  # isort: skip
 from quire.kernels.reference import TorchOps  # isort: skip
+from quire.kernels.routing import RouteRule  # isort: skip
 from quire.kernels.triton.moe import tile as moe_tile
 
+from quire.kernels.triton.moe.experts import experts as experts_by  # isort: skip
 from quire.kernels.triton.moe.layout import LARGE, SMALL, arrange, max_tiles  # isort: skip
 from quire.kernels.triton.moe.common import GemmTile, ChosenExperts, ExpertsConfig  # isort: skip
 from quire.kernels.triton.moe.route import route  # isort: skip
@@ -86,6 +89,30 @@ def run(
 def choices(tokens: int, count: int, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
     weights, experts = TorchOps().route(random(tokens, count), top_k, True)
     return weights.contiguous(), experts.contiguous()
+
+
+RULES = [
+    RouteRule(scale=2.0, shared=1),
+    RouteRule(groups=4, top_groups=2),
+    RouteRule(sigmoid=True, groups=5, top_groups=2, group_top=2, scale=2.5, shared=2),
+    RouteRule(sigmoid=True, scale=1.5),
+]
+
+
+@pytest.mark.parametrize("renormalise", [False, True])
+@pytest.mark.parametrize("rule", RULES)
+def test_routing_by_rules(rule: RouteRule, renormalise: bool) -> None:
+    count, top_k = 20, 3
+    if rule.sigmoid:
+        rule = replace(rule, bias=random(count))
+    logits = random(9, count)
+    slots = torch.arange(9, device=DEVICE) % 4  # 0: padding
+    counts, expected = (torch.zeros(count, dtype=torch.int64, device=DEVICE) for _ in range(2))
+    weights, experts = route(logits, top_k, renormalise, counts, slots, rule)
+    good_weights, good_experts = TorchOps().route(logits, top_k, renormalise, expected, slots, rule)
+    assert torch.equal(experts, good_experts) and torch.equal(counts, expected)
+    torch.testing.assert_close(weights, good_weights, rtol=1e-5, atol=1e-6)
+    assert experts.shape == (9, top_k + rule.shared) and (experts[slots == 0] == -1).all()
 
 
 @pytest.mark.parametrize("renormalise", [False, True])
@@ -231,3 +258,20 @@ def test_wide_experts_are_read_in_chunks() -> None:
     config = VECTOR if ON_GPU else replace(VECTOR, gate_up=GemmTile(512, warps=1))
     out = run(config, x, *routing, gate_up, down)
     assert_close(out, reference(x, *routing, gate_up, down), HALF)
+
+
+@pytest.mark.parametrize("activation", ["clamped_swiglu", "gelu_tanh"])
+@pytest.mark.parametrize("config", [VECTOR, TILE, WIDE_TILE], ids=["vector", "tile", "wide"])
+def test_biases_and_other_activations(config: ExpertsConfig, activation: str) -> None:
+    gate_up, down = expert_weights(4, HALF)
+    variant = ExpertVariant(activation, random(4, gate_up.shape[1]).to(HALF), random(4, HIDDEN).to(HALF))
+    x, (weights, experts) = random(5, HIDDEN).to(HALF) * 3, choices(5, 5, 2)  # the fifth expert is on another rank
+    out = experts_by(x, weights, experts, gate_up, down, config, variant)
+    expected = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
+    for token, (row, chosen) in enumerate(zip(x.double(), experts.tolist(), strict=True)):
+        for slot, expert in enumerate(chosen):
+            if expert < 4:
+                first, second = (bias.double() for bias in variant.biases(expert))
+                features = GATES[activation](*(gate_up[expert].double() @ row + first).chunk(2))
+                expected[token] += weights[token, slot].double() * (down[expert].double() @ features + second)
+    assert_close(out, expected, HALF)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from tests.kernels.triton_target import DEVICE, HALF, ON_GPU, assert_same_bits
 from tests.layers.device_watch import NeverWaits
 
 from quire.kernels.triton.prefill_attention import PrefillTile, plan_tiles, prefill_attention, prefill_tile  # isort: skip
-from quire.layers.attention.base import AttentionInputs  # isort: skip
+from quire.layers.attention.base import AttentionInputs, AttentionSpec  # isort: skip
 from quire.layers.attention.torch_paged import TorchPagedAttention  # isort: skip
 
 SCALE = 0.21
@@ -39,16 +40,19 @@ class Case:
     def context_lens(self) -> torch.Tensor:
         return torch.tensor([n for n, _ in self.lens], dtype=torch.int32, device=DEVICE)
 
-    def expected(self, window: int | None) -> torch.Tensor:
+    def expected(self, window: int | None, *more: Any) -> torch.Tensor:
         tables = self.tables[self.rows.long()]
         inputs = AttentionInputs(
             slots=torch.empty(0), query_starts=self.query_starts, context_lens=self.context_lens,
             block_tables=tables.masked_fill(tables == NO_BLOCK, 0), num_rows=len(self.lens), num_tokens=len(self.q),
             num_decodes=0, max_query_len=max(n for _, n in self.lens), max_context_len=max(n for n, _ in self.lens),
         )  # fmt: skip
-        return TorchPagedAttention().attend(self.q.float(), self.kv.float(), inputs, SCALE, window)
+        spec = AttentionSpec(SCALE, window, *more)
+        return TorchPagedAttention().attend(self.q.float(), self.kv.float(), inputs, spec)
 
-    def attend(self, window: int | None, first_row: int = 0, tile: PrefillTile | None = None) -> torch.Tensor:
+    def attend(
+        self, window: int | None, first_row: int = 0, tile: PrefillTile | None = None, more: tuple = ()
+    ) -> torch.Tensor:
         tokens, heads, dim = self.q.shape
         tile = tile or prefill_tile(dim, self.q.element_size())
         out = torch.full((tokens, heads * dim), torch.nan, dtype=self.q.dtype, device=DEVICE)
@@ -56,7 +60,7 @@ class Case:
         tile_tokens = tile.tokens(heads // self.kv.shape[2])
         with NeverWaits():
             tiles = plan_tiles(starts, contexts, self.rows, first_row, len(self.lens), tokens, tile_tokens)
-            prefill_attention(self.q, self.kv, out, self.tables, tiles, SCALE, window, tile)
+            prefill_attention(self.q, self.kv, out, self.tables, tiles, SCALE, window, tile, *more)
         return out
 
 
@@ -172,3 +176,18 @@ def test_the_plan_covers_every_token_once_and_the_longest_rows_first(num_rows: i
     assert sorted(seen) == [(row, t) for row in range(first_row, num_rows) for t in range(starts[row], starts[row + 1])]
     order = [contexts[rows.index(tile[0])] for tile in used]
     assert order == sorted(order, reverse=True)
+
+
+@pytest.mark.parametrize("skewed", [True, False])
+@pytest.mark.parametrize("cap, sunk", [(None, True), (2.0, False), (30.0, True)])
+@pytest.mark.parametrize("window", [None, 16])
+def test_soft_caps_sinks_and_stale_tables(window: int | None, cap: float | None, sunk: bool, skewed: bool) -> None:
+    case = make_case([(40, 40), (75, 3), (1, 1), (90, 20)], 6, 2, 32, 16, torch.float32)
+    sinks = torch.tensor([-3.0, 0.5, 40.0, 2.0, -90.0, 1.0], device=DEVICE) if sunk else None
+    reference = case.expected(window, cap, sinks)
+    if window is not None:
+        assert (reference - case.expected(window + 1, cap, sinks)).abs().max() > 0.01
+        for line, (context, queries) in zip(case.rows.tolist(), case.lens, strict=True):
+            case.tables[line, : max(0, context - queries - window + 1) // 16] = NO_BLOCK
+    tile = PrefillTile(32, 32, 4, 1, skewed)
+    assert error(case.attend(window, tile=tile, more=(cap, sinks)), reference) < 1e-5

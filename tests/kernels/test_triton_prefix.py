@@ -49,7 +49,10 @@ class Kernels:
         self.prefix._sums.fill_(float("nan"))
         self.prefix._stats.fill_(float("nan"))
 
-    def attend(self, case: dict, groups: dict, scale: float = 0.125) -> torch.Tensor:
+    def attend(
+        self, case: dict, groups: dict, scale: float = 0.125, cap: float | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
         rows, heads, dim = case["q"].shape
         shared = groups["shared"]
         out = torch.full((rows, heads * dim), float("nan"), dtype=case["q"].dtype, device=DEVICE)
@@ -57,10 +60,11 @@ class Kernels:
             groups["members"], groups["starts"], shared, case["rows"], rows, self.decode.tile_tokens
         )
         plan = self.decode.plan(case["lens"], case["rows"], rows, None, shared)
-        state = self.prefix.attend(case["q"], case["kv"], case["tables"], shared, tiles, scale)
+        state = self.prefix.attend(case["q"], case["kv"], case["tables"], shared, tiles, scale, cap)
         self.decode.attend(
-            case["q"], case["kv"], out, case["tables"], case["rows"], case["lens"], plan, rows, scale, None, state
-        )
+            case["q"], case["kv"], out, case["tables"], case["rows"], case["lens"], plan, rows, scale, None, state,
+            cap, sinks,
+        )  # fmt: skip
         return out
 
 
@@ -127,6 +131,15 @@ def test_members_that_are_not_in_the_step_are_skipped() -> None:
     assert error(kernels.attend(some, groups), reference[:3]) < 1e-5
 
 
+@pytest.mark.parametrize("cap", [None, 2.0])
+def test_soft_caps_and_sinks(cap: float | None) -> None:
+    case = make_case([70, 60, 50, 64], 4, 2, 64, BLOCK, torch.float32)
+    groups = make_groups(case, [([3, 0, 1], 48)])
+    sinks = torch.tensor([-3.0, 0.5, 40.0, 2.0], device=DEVICE)
+    reference = expected(case, 0.125, None, cap, sinks)
+    assert error(Kernels(case).attend(case, groups, cap=cap, sinks=sinks), reference) < 1e-5
+
+
 def test_the_same_groups_give_the_same_bits() -> None:
     case = make_case([200 + 5 * i for i in range(9)], 4, 2, 64, BLOCK, HALF)
     groups = make_groups(case, [(list(range(9)), 192)])
@@ -147,7 +160,7 @@ def test_shared_blocks_are_read_from_one_table() -> None:
 
 @pytest.mark.parametrize("window", [None, 24])
 def test_the_backend_uses_groups_where_there_is_no_window(window: int | None) -> None:
-    from quire.layers.attention.base import AttentionInputs, GroupInputs
+    from quire.layers.attention.base import AttentionInputs, AttentionSpec, GroupInputs
     from quire.layers.attention.triton import TritonPagedAttention
 
     case = make_case([70, 60, 50, 30], 4, 2, 64, BLOCK, torch.float32)
@@ -159,7 +172,7 @@ def test_the_backend_uses_groups_where_there_is_no_window(window: int | None) ->
         max_query_len=1, max_context_len=70, rows=case["rows"], groups=GroupInputs(**groups),
     )  # fmt: skip
     backend = TritonPagedAttention()
-    backend.prepare(4, case["kv"], inputs, window)
-    assert (("prefix", window) in inputs.plans) == (window is None)
-    out = backend.attend(case["q"], case["kv"], inputs, 0.125, window)
+    backend.prepare(4, case["kv"], inputs, AttentionSpec(0.125, window))
+    assert (("prefix", window, (4, 2, 64)) in inputs.plans) == (window is None)
+    out = backend.attend(case["q"], case["kv"], inputs, AttentionSpec(0.125, window))
     assert error(out, expected(case, 0.125, window)) < 1e-5

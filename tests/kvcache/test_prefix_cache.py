@@ -110,7 +110,7 @@ class IndexMachine(RuleBasedStateMachine):
     @rule(block=st.integers(1, 6))
     def remove(self, block: int) -> None:
         known = block in self.model.values()
-        assert self.index.remove(block) == known
+        assert bool(self.index.remove(block)) == known
         self.model = {key: other for key, other in self.model.items() if other != block}
 
     @rule(keys=st.lists(st.sampled_from([bytes([i]) for i in range(6)]), max_size=6))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from quire.layers.attention import torch_paged
-from quire.layers.attention.base import AttentionInputs
+from quire.layers.attention.base import AttentionInputs, AttentionSpec
 from quire.layers.attention.torch_paged import TorchPagedAttention
 from tests.layers.device_watch import NeverWaits
 
@@ -53,7 +53,9 @@ class Case:
             max_context_len=max(n for n, _ in rows) + slack,
         )
 
-    def exact(self, scale: float, window: int | None) -> torch.Tensor:
+    def exact(
+        self, scale: float, window: int | None, cap: float | None = None, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
         heads, kv_heads = self.q.shape[1], self.kv.shape[2]
         outputs, token = [], 0
         for (length, queries), keys, values in zip(self.rows, self.keys, self.values, strict=True):
@@ -62,7 +64,12 @@ class Case:
                 for head in range(heads):
                     shared = head // (heads // kv_heads)
                     scores = keys[seen, shared].double() @ self.q[token, head].double() * scale
-                    outputs.append(scores.softmax(0) @ values[seen, shared].double())
+                    if cap is not None:
+                        scores = cap * torch.tanh(scores / cap)
+                    top = scores.max() if sinks is None else torch.maximum(scores.max(), sinks[head].double())
+                    weights = (scores - top).exp()
+                    total = weights.sum() + (0 if sinks is None else (sinks[head].double() - top).exp())
+                    outputs.append(weights / total @ values[seen, shared].double())
                 token += 1
         return torch.stack(outputs).view(token, -1)
 
@@ -71,21 +78,21 @@ class Case:
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (9, 3), (5, 1)])
 def test_mixed_rows(heads: int, kv_heads: int, window: int | None) -> None:
     case = Case(heads, kv_heads, ROWS, torch.float32)
-    ours = TorchPagedAttention().attend(case.q, case.kv, case.inputs, 0.3, window)
+    ours = TorchPagedAttention().attend(case.q, case.kv, case.inputs, AttentionSpec(0.3, window))
     torch.testing.assert_close(ours.double(), case.exact(0.3, window), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("rows", [ROWS[:2], ROWS[2:], [(7, 7)], [(30, 1)]], ids=["decodes", "chunks", "prompt", "one"])
 def test_rows_of_one_kind(rows: list[tuple[int, int]]) -> None:
     case = Case(4, 2, rows, torch.float32)
-    ours = TorchPagedAttention().attend(case.q, case.kv, case.inputs, 0.3, None)
+    ours = TorchPagedAttention().attend(case.q, case.kv, case.inputs, AttentionSpec(0.3))
     torch.testing.assert_close(ours.double(), case.exact(0.3, None), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_softmax_and_sums_are_float32_whatever_the_cache(dtype: torch.dtype) -> None:
     case = Case(4, 2, ROWS, dtype)
-    ours = TorchPagedAttention().attend(case.q, case.kv, case.inputs, 0.3, None)
+    ours = TorchPagedAttention().attend(case.q, case.kv, case.inputs, AttentionSpec(0.3))
     assert ours.dtype == dtype
     one_rounding = torch.finfo(dtype).eps
     torch.testing.assert_close(ours.double(), case.exact(0.3, None), rtol=one_rounding, atol=one_rounding)
@@ -95,7 +102,7 @@ def test_softmax_and_sums_are_float32_whatever_the_cache(dtype: torch.dtype) -> 
 def test_groups_and_spans_change_nothing(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_paged, "_MAX_ELEMENTS", limit)
     case = Case(4, 2, ROWS, torch.float32)
-    ours = TorchPagedAttention().attend(case.q, case.kv, case.inputs, 0.3, 7)
+    ours = TorchPagedAttention().attend(case.q, case.kv, case.inputs, AttentionSpec(0.3, 7))
     torch.testing.assert_close(ours.double(), case.exact(0.3, 7), rtol=1e-5, atol=1e-5)
 
 
@@ -103,14 +110,14 @@ def test_groups_and_spans_change_nothing(limit: int, monkeypatch: pytest.MonkeyP
 def test_the_bounds_may_be_loose(longest: int) -> None:
     case = Case(4, 2, ROWS, torch.float32, slack=3 * BLOCK)
     case.inputs.max_context_len = longest
-    ours = TorchPagedAttention().attend(case.q, case.kv, case.inputs, 0.3, None)
+    ours = TorchPagedAttention().attend(case.q, case.kv, case.inputs, AttentionSpec(0.3))
     torch.testing.assert_close(ours.double(), case.exact(0.3, None), rtol=1e-5, atol=1e-5)
 
 
 def test_an_inactive_row_yields_no_nan() -> None:
     case = Case(4, 2, [(5, 1), (8, 1)], torch.float32)
     case.inputs.context_lens[1] = 0
-    ours = TorchPagedAttention().attend(case.q, case.kv, case.inputs, 0.3, None)
+    ours = TorchPagedAttention().attend(case.q, case.kv, case.inputs, AttentionSpec(0.3))
     assert ours.isfinite().all()
     torch.testing.assert_close(ours[:1].double(), case.exact(0.3, None)[:1], rtol=1e-5, atol=1e-5)
 
@@ -118,4 +125,24 @@ def test_an_inactive_row_yields_no_nan() -> None:
 def test_nothing_waits_for_the_device() -> None:
     case = Case(4, 2, ROWS, torch.float32)
     with NeverWaits():
-        TorchPagedAttention().attend(case.q, case.kv, case.inputs, 0.3, 5)
+        TorchPagedAttention().attend(case.q, case.kv, case.inputs, AttentionSpec(0.3, 5))
+
+
+@pytest.mark.parametrize("window", [None, 1, 5])
+@pytest.mark.parametrize("cap", [None, 1.5])
+@pytest.mark.parametrize("sunk", [False, True])
+def test_soft_caps_and_sinks(window: int | None, cap: float | None, sunk: bool) -> None:
+    case = Case(4, 2, ROWS, torch.float32)
+    sinks = torch.tensor([-3.0, 0.5, 40.0, 2.0]) if sunk else None
+    ours = TorchPagedAttention().attend(case.q, case.kv, case.inputs, AttentionSpec(0.3, window, cap, sinks))
+    torch.testing.assert_close(ours.double(), case.exact(0.3, window, cap, sinks), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [1, 4, 5])
+def test_blocks_behind_the_window_are_not_read(window: int) -> None:
+    case = Case(4, 2, ROWS, torch.float32)
+    for row, (length, queries) in enumerate(ROWS):
+        case.inputs.block_tables[row, : max(0, length - queries - window + 1) // BLOCK] = 1 << 30
+    ours = TorchPagedAttention().attend(case.q, case.kv, case.inputs, AttentionSpec(0.3, window))
+    torch.testing.assert_close(ours.double(), case.exact(0.3, window), rtol=1e-5, atol=1e-5)
+    assert (case.exact(0.3, window) - case.exact(0.3, window + 1)).abs().max() > 0.1

@@ -21,6 +21,9 @@ from quire.loading.model_config import ModelConfig
 from quire.loading.weights import match_layouts
 from quire.models.registry import model_class
 from quire.quantization.formats.base import Scheme
+from quire.worker.batch import as_siblings
+from quire.worker.geometry import assign_groups, model_geometry
+from quire.worker.kv import KVCache
 
 
 def random_reference(config: PretrainedConfig, seed: int = 0) -> Any:
@@ -34,6 +37,9 @@ def random_reference(config: PretrainedConfig, seed: int = 0) -> Any:
             parameter.data = 0.3 * noise + (1.0 if name.endswith("weight") else 0.0)
         else:
             parameter.data = noise * (1.5 * min(parameter.shape) ** -0.5)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
     model.tie_weights()
     return model
 
@@ -88,8 +94,12 @@ def empty_model(
 def checkpoint_tensors(reference: Any) -> dict[str, torch.Tensor]:
     """The reference's weights under the names in its files."""
     tensors = dict(reference.state_dict())
+    if type(reference).__name__ == "NemotronHForCausalLM":
+        tensors = {name.replace("model.", "backbone.", 1): tensor for name, tensor in tensors.items()}
     if type(reference).__name__ == "GPTNeoXForCausalLM" and "lm_head.weight" in tensors:
         tensors["embed_out.weight"] = tensors.pop("lm_head.weight")
+    if type(reference).__name__ == "MiniMaxM2ForCausalLM":  # loading renames the rest of the mixture too
+        tensors = {name.replace("mlp.e_score", "block_sparse_moe.e_score"): tensor for name, tensor in tensors.items()}
     return tensors
 
 
@@ -128,59 +138,93 @@ def reference_logits(reference: Any, tokens: Sequence[int]) -> torch.Tensor:
 
 
 class PagedRun:
-    """Rows of tokens in a paged cache whose physical blocks are in random order. Unwritten slots hold NaN, so that
-    reading one shows."""
+    """Rows of tokens in a paged cache whose physical blocks are in random order, with a table for each cache group.
+    Unwritten slots hold NaN, and so do blocks behind a window, which are given back: reading one shows."""
 
     def __init__(self, stages: Any, block_size: int = 4, blocks: int = 64, seed: int = 0) -> None:
         self.stages = stages if isinstance(stages, list) else [stages]
         self.block_size = block_size
-        self.free = (torch.randperm(blocks - 1, generator=torch.Generator().manual_seed(seed)) + 1).tolist()
-        self.tables: dict[str, list[int]] = {}
-        self.computed: dict[str, int] = {}
-        self.caches = []
         self.device = next(self.stages[0].parameters()).device
-        for stage in self.stages:
-            spec = stage.kv_shape
-            # Block-major, as the worker keeps it: a layer's cache is a strided view.
-            shape = (blocks, spec.num_layers, 2, spec.num_kv_heads, block_size, spec.head_dim)
-            pool = torch.full(shape, torch.nan, device=self.device)
-            self.caches.append(list(pool.unbind(1)))
+        geometries = [model_geometry(stage, block_size) for stage in self.stages]
+        self.groups = geometries[0].groups
+        blocks = max(blocks, 1 + 4 * geometries[0].most_pages(40))
+        self.free = (torch.randperm(blocks - 1, generator=torch.Generator().manual_seed(seed)) + 1).tolist()
+        self.tables: dict[str, list[list[int]]] = {}
+        self.computed: dict[str, int] = {}
+        self.pools = []
+        for stage, geometry in zip(self.stages, geometries, strict=True):
+            assert geometry.groups == self.groups
+            assign_groups(stage, geometry)
+            self.pools.append(KVCache.of(geometry, blocks, self.device))
+            self.pools[-1].data.view(torch.uint8).fill_(0xFF)  # NaN in every floating-point format
+        self.caches = [pool.layers for pool in self.pools]
 
     @torch.no_grad()
     def step(self, scheduled: Mapping[str, Sequence[int]]) -> dict[str, torch.Tensor]:
         """Compute each row's next tokens; logits of all of them, by row."""
         rows = sorted(scheduled, key=lambda row: len(scheduled[row]) > 1)
-        tokens, positions, slots, starts, lengths = [], [], [], [0], []
+        tokens: list[int] = []
+        positions: list[int] = []
+        starts, lengths = [0], []
         for row in rows:
-            table, done = self.tables.setdefault(row, []), self.computed.get(row, 0)
+            done = self.computed.get(row, 0)
             end = done + len(scheduled[row])
-            while len(table) * self.block_size < end:
-                table.append(self.free.pop())
+            for table, group in zip(self.tables.setdefault(row, [[] for _ in self.groups]), self.groups, strict=True):
+                while len(table) < (group.pages or -(-end // self.block_size)):
+                    table.append(self.free.pop())
             tokens += scheduled[row]
             positions += range(done, end)
-            slots += [table[p // self.block_size] * self.block_size + p % self.block_size for p in range(done, end)]
             starts.append(starts[-1] + end - done)
             lengths.append(end)
             self.computed[row] = end
-        width = max(len(self.tables[row]) for row in rows) + 1
-        tables = [self.tables[row] + [0] * (width - len(self.tables[row])) for row in rows]
-        inputs = AttentionInputs(
-            slots=self._ints(slots, torch.int64),
-            query_starts=self._ints(starts),
-            context_lens=self._ints(lengths),
-            block_tables=self._ints(tables),
-            num_rows=len(rows),
-            num_tokens=len(tokens),
-            num_decodes=sum(len(scheduled[row]) == 1 for row in rows),
-            max_query_len=max(len(scheduled[row]) for row in rows),
-            max_context_len=max(lengths),
+        owners = [row for row in rows for _ in scheduled[row]]
+        inputs = as_siblings(
+            [
+                AttentionInputs(
+                    slots=self._slots(group, owners, positions),
+                    query_starts=self._ints(starts),
+                    context_lens=self._ints(lengths),
+                    block_tables=self._tables(group, rows),
+                    num_rows=len(rows),
+                    num_tokens=len(tokens),
+                    num_decodes=sum(len(scheduled[row]) == 1 for row in rows),
+                    max_query_len=max(len(scheduled[row]) for row in rows),
+                    max_context_len=max(lengths),
+                )
+                for group in range(len(self.groups))
+            ]
         )
         hidden = None
         ids, places = self._ints(tokens, torch.int64), self._ints(positions, torch.int64)
         for stage, cache in zip(self.stages, self.caches, strict=True):
-            hidden = stage(ids, places, cache, inputs, hidden)
+            hidden = stage(ids, places, cache, inputs[0], hidden)
+        for row in rows:
+            self._give_back(row)
         logits = self.stages[-1].logits(hidden)
         return {row: logits[starts[i] : starts[i + 1]] for i, row in enumerate(rows)}
+
+    def _slots(self, group: int, owners: list[str], positions: list[int]) -> torch.Tensor:
+        size, is_state = self.block_size, self.groups[group].pages > 0
+        blocks = [
+            self.tables[row][group][0 if is_state else p // size] for row, p in zip(owners, positions, strict=True)
+        ]
+        return self._ints([block * size + p % size for block, p in zip(blocks, positions, strict=True)], torch.int64)
+
+    def _tables(self, group: int, rows: list[str]) -> torch.Tensor:
+        tables = [self.tables[row][group] for row in rows]
+        width = max(map(len, tables)) + (not self.groups[group].pages)
+        return self._ints([table + [0] * (width - len(table)) for table in tables])
+
+    def _give_back(self, row: str) -> None:
+        """Blocks behind a window are given back; a real table keeps their numbers."""
+        for table, group in zip(self.tables[row], self.groups, strict=True):
+            if group.kind == "window":
+                for index in range(max(0, self.computed[row] - group.window + 1) // self.block_size):
+                    if table[index]:
+                        self.free.insert(0, table[index])
+                        for pool in self.pools:
+                            pool.data[table[index]].view(torch.uint8).fill_(0xFF)
+                        table[index] = 0
 
     def _ints(self, values: list[Any], dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return torch.tensor(values, dtype=dtype, device=self.device)

@@ -5,8 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from transformers import (
+    DeepseekV2Config,
+    DeepseekV3Config,
     GPT2Config,
     GPTNeoXConfig,
+    GptOssConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -56,6 +59,31 @@ def _mixture(kind: type[PretrainedConfig], **changes: Any) -> PretrainedConfig:
         "moe_intermediate_size": 20,
         "shared_expert_intermediate_size": 28,
     }
+    return _llama_like(kind, **(shape | changes))
+
+
+def _latent(kind: type[PretrainedConfig], **changes: Any) -> PretrainedConfig:
+    """Latent attention, every size different; the first layer without a mixture."""
+    shape: dict[str, Any] = {
+        "num_hidden_layers": 3,
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 24,
+        "q_lora_rank": 20,
+        "qk_nope_head_dim": 12,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 16,
+        "n_routed_experts": 8,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 20,
+        "first_k_dense_replace": 1,
+        "n_group": 4,
+        "topk_group": 2,
+        "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 500.0, "factor": 8.0, "original_max_position_embeddings": 8,
+            "mscale": 1.0, "mscale_all_dim": 0.7,
+        },
+    }  # fmt: skip
     return _llama_like(kind, **(shape | changes))
 
 
@@ -109,6 +137,26 @@ ZOO: dict[str, PretrainedConfig] = {
         Qwen3MoeConfig, num_hidden_layers=5, decoder_sparse_step=2, mlp_only_layers=[3], head_dim=12
     ),
     "qwen3-moe-one-of-many": _mixture(Qwen3MoeConfig, num_experts=33, num_experts_per_tok=1, norm_topk_prob=True),
+    "deepseek-v2": _latent(DeepseekV2Config, topk_method="group_limited_greedy", routed_scaling_factor=2.0),
+    "deepseek-v2-lite": _latent(DeepseekV2Config, q_lora_rank=None, n_group=None, topk_group=None),
+    "deepseek-v3": _latent(DeepseekV3Config, routed_scaling_factor=2.5, attention_bias=True),
+    "gpt-oss": _llama_like(
+        GptOssConfig,
+        num_hidden_layers=4,
+        head_dim=16,
+        num_local_experts=5,
+        num_experts_per_tok=2,
+        sliding_window=6,
+    ),
+    "gpt-oss-plain-rope": _llama_like(
+        GptOssConfig,
+        head_dim=8,
+        num_local_experts=3,
+        num_experts_per_tok=3,
+        sliding_window=1,
+        intermediate_size=20,
+        rope_parameters={"rope_type": "default", "rope_theta": 500.0},
+    ),
     "gpt-neox": _neox(),
     "gpt-neox-sequential": _neox(use_parallel_residual=False),
     "gpt-neox-tied-no-bias": _neox(tie_word_embeddings=True, attention_bias=False, hidden_act="gelu_new"),

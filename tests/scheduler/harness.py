@@ -23,6 +23,7 @@ from quire.kvcache.offload.host_tier import HostTier
 from quire.kvcache.offload.io_threads import IOTask, IOThreads
 from quire.kvcache.offload.manager import OffloadManager
 from quire.kvcache.prefix_cache import ContentKeys
+from quire.messages.caches import FULL, CacheGroup
 from quire.messages.outputs import Finished, Key, Started, StepOutputs
 from quire.messages.plan import Moves, MovesDone, PrefixGroup, StepPlan, StepResult
 from quire.messages.request import NewRequest
@@ -180,8 +181,11 @@ class DeviceRow:
     sequence: int
     num_tokens: int
     num_computed: int
-    table: np.ndarray
+    tables: list[np.ndarray]
+    """By cache group."""
     active: bool = True
+    is_spoiled: bool = False
+    """Its recurrent state is a token ahead of what it is to compute next: what it yields must not be used."""
 
 
 @dataclass
@@ -211,8 +215,13 @@ class CheckingExecutor:
         is_invalid: Callable[[Key, int], bool] = lambda key, position: False,
         host_slots: int = 0,
         draws_elsewhere: bool = False,
+        groups: Sequence[CacheGroup] = (FULL,),
     ) -> None:
         """`draws_elsewhere`: this is a pipeline stage that learns drawn tokens only from plans."""
+        self.cache_groups = groups
+        self.state_groups = [number for number, group in enumerate(groups) if group.kind == "state"]
+        self.snapshots = 0
+        """Pages copied at the end of steps."""
         self.draws_elsewhere = draws_elsewhere
         self.block_size = block_size
         self.max_rows = max_rows
@@ -230,7 +239,7 @@ class CheckingExecutor:
         self.moving: list[tuple[int, int, Moves]] = []
         """Transfers in flight: the step at whose collection they are done, the step they came with, and what they
         copy."""
-        self.table_width = num_blocks
+        self.table_width = num_blocks if groups[0].kind == "full" else 1000
         self.groups: list[PrefixGroup] = []
         self.grouped_rows = 0
         """Rows that computed as members of a group, summed over steps."""
@@ -292,6 +301,7 @@ class CheckingExecutor:
         self._verify_reads(plan)
         self._verify_groups(plan)
         self._fork(plan)
+        self._snapshot(plan)
         launched = self._launched(self._draw(plan), requests, failed=False)
         launched.draws = {(self.rows[row].request, self.rows[row].sequence) for row in plan.sample_rows.tolist()}
         return launched
@@ -374,15 +384,16 @@ class CheckingExecutor:
             assert new.prompt_len == len(source.prompt) and new.limit == source.limit
             assert new.stop_ids == source.stop_ids
             assert new.num_computed < new.num_tokens, "a hit leaves at least the last token"
-            table = np.full(self.table_width, NULL_BLOCK, np.int64)
-            self.rows[new.row] = DeviceRow(new.request, new.sequence, new.num_tokens, new.num_computed, table)
+            tables = [np.full(self.table_width, NULL_BLOCK, np.int64) for _ in self.cache_groups]
+            self.rows[new.row] = DeviceRow(new.request, new.sequence, new.num_tokens, new.num_computed, tables)
         assert len(self.rows) <= self.max_rows
-        for row, index, block in zip(
-            plan.block_rows.tolist(), plan.block_indices.tolist(), plan.blocks.tolist(), strict=True
+        groups = plan.block_groups if len(plan.block_groups) else np.zeros(len(plan.blocks), np.int32)
+        for row, index, block, group in zip(
+            plan.block_rows.tolist(), plan.block_indices.tolist(), plan.blocks.tolist(), groups.tolist(), strict=True
         ):
             assert block != NULL_BLOCK
             assert row in self.rows, f"row {row} is given block {block} but is not there"
-            self.rows[row].table[index] = block
+            self.rows[row].tables[group][index] = block
         sources, targets = [a for a, _ in plan.copies], [b for _, b in plan.copies]
         assert len(set(targets)) == len(targets) and NULL_BLOCK not in targets
         assert not set(sources) & set(targets), f"copies {plan.copies} depend on their order"
@@ -414,9 +425,11 @@ class CheckingExecutor:
                 assert start + count <= state.num_tokens
                 at += count
             positions = np.arange(start, start + count)
-            slots = self._slots(state, positions)
-            assert (slots >= self.block_size).all(), f"{state} has no block for positions {positions}"
-            self.content[slots] = truth.content[positions]
+            for group in self._token_groups:
+                slots = self._slots(state, positions, group)
+                assert (slots >= self.block_size).all(), f"{state} has no block for positions {positions}"
+                self.content[slots] = truth.content[positions] ^ _stamp(group)
+            self._advance_state(state, truth, start, start + count)
             state.num_computed = start + count
             assert state.num_computed <= plan.max_context
             self.computed_tokens += count
@@ -424,18 +437,63 @@ class CheckingExecutor:
 
     def _verify_reads(self, plan: StepPlan) -> None:
         """All of a row's positions hold exactly its own sequence: attention reads them all."""
-        for row in plan.rows.tolist():
+        for row, count in zip(plan.rows.tolist(), plan.counts.tolist(), strict=True):
             state = self.rows[row]
             if not state.active:
                 continue
-            positions = np.arange(state.num_computed)
-            held = self.content[self._slots(state, positions)]
-            right = self.truth(state.request, state.sequence).content[: state.num_computed]
-            if not np.array_equal(held, right):
-                wrong = np.flatnonzero(held != right)
-                raise AssertionError(
-                    f"step {plan.step}: row {row} {state} reads wrong KV at positions {wrong.tolist()}"
-                )
+            truth = self.truth(state.request, state.sequence)
+            for group in self._token_groups:
+                window = self.cache_groups[group].window or state.num_computed + 1
+                first = max(0, state.num_computed - count - window + 1)
+                positions = np.arange(first, state.num_computed)
+                held = self.content[self._slots(state, positions, group)]
+                right = truth.content[first : state.num_computed] ^ _stamp(group)
+                if not np.array_equal(held, right):
+                    wrong = np.flatnonzero(held != right) + first
+                    raise AssertionError(
+                        f"step {plan.step}: row {row} {state} reads wrong KV of group {group} at positions "
+                        f"{wrong.tolist()}"
+                    )
+            if not state.is_spoiled:
+                self._verify_state(state, truth, state.num_computed)
+
+    # Recurrent states: the first slot of each page has the hash of all tokens that were consumed
+
+    @property
+    def _token_groups(self) -> list[int]:
+        return [number for number, group in enumerate(self.cache_groups) if group.kind != "state"]
+
+    def _state_pages(self, state: DeviceRow, group: int) -> np.ndarray:
+        pages = state.tables[group][: self.cache_groups[group].pages]
+        assert (pages != NULL_BLOCK).all() and len(set(pages.tolist())) == len(pages), f"{state} has no state"
+        return pages
+
+    def _advance_state(self, state: DeviceRow, truth: Truth, start: int, end: int) -> None:
+        """The row's live state consumes its tokens from `start` up to `end`; at position 0 it starts from zeros."""
+        if start and not state.is_spoiled:
+            self._verify_state(state, truth, start)
+        blocks = self.content.reshape(-1, self.block_size)
+        for group in self.state_groups:
+            pages = self._state_pages(state, group)
+            blocks[pages] = GARBAGE
+            if not state.is_spoiled:
+                blocks[pages, 0] = _state_content(truth, end, group, len(pages))
+
+    def _verify_state(self, state: DeviceRow, truth: Truth, tokens: int) -> None:
+        for group in self.state_groups:
+            pages = self._state_pages(state, group)
+            held = self.content.reshape(-1, self.block_size)[pages, 0]
+            right = _state_content(truth, tokens, group, len(pages))
+            assert np.array_equal(held, right), f"{state}: the state of group {group} is not that of {tokens} tokens"
+
+    def _snapshot(self, plan: StepPlan) -> None:
+        """Page copies at the end of a step."""
+        sources, targets = [a for a, _ in plan.snapshots], [b for _, b in plan.snapshots]
+        assert len(set(targets)) == len(targets) and NULL_BLOCK not in targets
+        assert not set(sources) & set(targets), f"snapshots {plan.snapshots} depend on their order"
+        blocks = self.content.reshape(-1, self.block_size)
+        blocks[targets] = blocks[sources]
+        self.snapshots += len(targets)
 
     def _verify_groups(self, plan: StepPlan) -> None:
         """All rows of a group have the same shared blocks, and this step writes no token to them."""
@@ -448,7 +506,7 @@ class CheckingExecutor:
             blocks, rest = divmod(group.shared_tokens, self.block_size)
             assert len(group.rows) > 1 and blocks > 0 and rest == 0, group
             states = [self.rows[forked.get(row, row)] for row in group.rows]
-            assert len({tuple(state.table[:blocks]) for state in states}) == 1, f"{group} does not share its blocks"
+            assert len({tuple(state.tables[0][:blocks]) for state in states}) == 1, f"{group} does not share its blocks"
             for row, state in zip(group.rows, states, strict=True):
                 is_decode = row in plan.rows[: plan.num_decodes]
                 written = before.get(row, 0) if is_decode and state.active else 0
@@ -460,7 +518,12 @@ class CheckingExecutor:
             assert fork.row not in self.rows, f"row {fork.row} is forked into but taken"
             assert fork.request == parent.request
             self.rows[fork.row] = DeviceRow(
-                parent.request, fork.sequence, parent.num_tokens, parent.num_computed, parent.table.copy()
+                parent.request,
+                fork.sequence,
+                parent.num_tokens,
+                parent.num_computed,
+                [table.copy() for table in parent.tables],
+                is_spoiled=parent.is_spoiled,
             )
         assert len(self.rows) <= self.max_rows
 
@@ -482,13 +545,16 @@ class CheckingExecutor:
                 self.stale_draws += 1
                 if mixed("stale", *key, position) % 2:  # a device may yield an invalid token for such a row, or none
                     drawn = [VOCABULARY + 1]
+            elif state.is_spoiled:
+                drawn, state.num_computed = [VOCABULARY + 1], state.num_tokens - 1
             elif self.yields_nothing(key, position):
                 state.num_computed = state.num_tokens - 1
+                state.is_spoiled = bool(self.state_groups)
             else:
                 drawn = [self.truth(*key).tokens[position]]
                 state.num_tokens += 1
             is_stop = state.active and bool(drawn) and drawn[0] in self.sources[state.request].stop_ids
-            is_bad = state.active and self.is_invalid(key, position)
+            is_bad = state.active and not state.is_spoiled and self.is_invalid(key, position)
             if state.active and (is_stop or state.num_tokens >= self.sources[state.request].limit):
                 state.active = False
             tokens += drawn
@@ -509,21 +575,43 @@ class CheckingExecutor:
             if row in self.rows:
                 state = self.rows[row]
                 positions = np.arange(state.num_computed, state.num_computed + count)
-                slots, truth = self._slots(state, positions), self.truth(state.request, state.sequence).content
-                # After a draw that yielded nothing the last token is computed again: the same bytes, whatever fails.
-                is_there = [
-                    p < len(truth) and self.content[s] == truth[p] for s, p in zip(slots, positions, strict=True)
-                ]
-                self.content[slots[~np.array(is_there)]] = GARBAGE
+                truth = self.truth(state.request, state.sequence).content
+                for group in self._token_groups:
+                    slots = self._slots(state, positions, group)
+                    # After a draw that yielded nothing the last token is computed again: the same bytes, whatever
+                    # fails.
+                    is_there = [
+                        p < len(truth) and self.content[s] == truth[p] ^ _stamp(group)
+                        for s, p in zip(slots, positions, strict=True)
+                    ]
+                    self.content[slots[~np.array(is_there)]] = GARBAGE
+                for group in self.state_groups:
+                    self.content.reshape(-1, self.block_size)[self._state_pages(state, group)] = GARBAGE
+        self.content.reshape(-1, self.block_size)[[target for _, target in plan.snapshots]] = GARBAGE
         for fork in plan.forks:
             if fork.source in self.rows and fork.row not in self.rows:
                 parent = self.rows[fork.source]
                 self.rows[fork.row] = DeviceRow(
-                    parent.request, fork.sequence, parent.num_tokens, parent.num_computed, parent.table.copy()
+                    parent.request,
+                    fork.sequence,
+                    parent.num_tokens,
+                    parent.num_computed,
+                    [table.copy() for table in parent.tables],
+                    is_spoiled=parent.is_spoiled,
                 )
 
-    def _slots(self, state: DeviceRow, positions: np.ndarray) -> np.ndarray:
-        return state.table[positions // self.block_size] * self.block_size + positions % self.block_size
+    def _slots(self, state: DeviceRow, positions: np.ndarray, group: int = 0) -> np.ndarray:
+        return state.tables[group][positions // self.block_size] * self.block_size + positions % self.block_size
+
+
+def _stamp(group: int) -> int:
+    """Distinguishes the same token's content in different groups."""
+    return 0 if not group else mixed("group", group) & _MASK
+
+
+def _state_content(truth: Truth, tokens: int, group: int, pages: int) -> np.ndarray:
+    """What the pages of a state hold that has consumed so many tokens."""
+    return np.array([int(truth.content[tokens - 1]) ^ mixed("state", group, i) & _MASK for i in range(pages)], np.int64)
 
 
 def _empty_result(plan: StepPlan) -> StepResult:
@@ -568,15 +656,16 @@ class Bench:
         disk: MemoryDisk | None = None,
         sessions: Path | None = None,
         microbatches: int | None = None,
+        groups: Sequence[CacheGroup] = (FULL,),
     ) -> None:
         """`least_shared`: minimum of tokens that rows must share, and save together, to be a group. `host_slots`,
         `disk`: tiers below the device. `sessions`: their folder."""
         self.now = 0.0
         self.keys = ContentKeys(block_size, b"model")
-        self.tables = BlockTables(blocks + 1, block_size, prefix_caching)
+        self.tables = BlockTables(blocks + 1, block_size, prefix_caching, groups)
         self.device = CheckingExecutor(
             blocks + 1, block_size, max_rows, budget, draws, fails, yields_nothing, is_invalid, host_slots,
-            microbatches is not None,
+            microbatches is not None, groups,
         )  # fmt: skip
         self.tiers = self._make_tiers(host_slots, disk) if host_slots else None
         self.scheduler = Scheduler(
@@ -678,8 +767,12 @@ class Bench:
     def audit(self) -> None:
         """Reference counts match the requests' tables."""
         running = self.scheduler.rows.running()
-        owners = Counter(block for request in running for block in request.blocks)
-        owners += Counter(block for request in self.scheduler.requests.swapper.requests for block in request.blocks)
+        every_page = self.tables.every_page
+        owners = Counter(block for request in running for block in every_page(request))
+        owners += Counter(
+            block for request in self.scheduler.requests.swapper.requests for block in every_page(request)
+        )
+        owners += Counter(self.scheduler.requests.states.page_refs())
         owners += self.scheduler.sessions.kv.block_refs()
         if self.tiers is not None:
             owners += self.tiers.block_refs()
@@ -688,7 +781,8 @@ class Bench:
         assert NULL_BLOCK not in owners
         assert self.tables.pool.free + self.tables.pool.used == self.tables.pool.capacity
         for request in running:
-            assert len(set(request.blocks)) == len(request.blocks)
+            own = every_page(request)
+            assert len(set(own)) == len(own)
 
     def assert_right(self, *ids: str, but: tuple[str, ...] = ()) -> None:
         """These requests (default: all) ended by themselves, every sequence with the expected tokens."""

@@ -4,7 +4,7 @@ ones."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -15,6 +15,7 @@ from quire.errors import StepError
 from quire.kvcache.block_tables import BlockTables
 from quire.kvcache.prefix_cache import ContentKeys
 from quire.messages.beams import BeamSearchParams, Hypothesis
+from quire.messages.caches import FULL, CacheGroup
 from quire.messages.outputs import Finished
 from quire.messages.plan import StepPlan, StepResult, TokenLogprobs
 from quire.messages.request import NewRequest
@@ -53,7 +54,8 @@ class HashRow:
     reports: int | None
     num_tokens: int
     num_computed: int
-    table: np.ndarray
+    tables: list[np.ndarray]
+    """By cache group."""
     last: int = GARBAGE
     active: bool = True
 
@@ -63,7 +65,14 @@ class HashDevice:
 
     lockstep = balance = None
 
-    def __init__(self, blocks: int, block_size: int, fails: Callable[[StepPlan], str] = lambda plan: "") -> None:
+    def __init__(
+        self,
+        blocks: int,
+        block_size: int,
+        fails: Callable[[StepPlan], str] = lambda plan: "",
+        groups: Sequence[CacheGroup] = (FULL,),
+    ) -> None:
+        self.groups = groups
         self.size = block_size
         self.content = np.full(blocks * block_size, GARBAGE, np.int64)
         self.fails = fails
@@ -91,12 +100,19 @@ class HashDevice:
             self.is_broken = True
             for row, count in zip(plan.rows.tolist(), plan.counts.tolist(), strict=True):
                 line = self.rows[row]
-                self.content[self._slots(line, line.num_computed, line.num_computed + count)] = GARBAGE
+                for group in self._token_groups:
+                    self.content[self._slots(line, line.num_computed, line.num_computed + count, group)] = GARBAGE
+                for _, pages in self._states(line):
+                    self.content.reshape(-1, self.size)[pages] = GARBAGE
+            self.content.reshape(-1, self.size)[[target for _, target in plan.snapshots]] = GARBAGE
             if failure == "submit":
                 raise StepError("cannot be launched")
             self.in_flight.append([])
             return StepResult(plan.step, *(np.zeros(0, np.int32) for _ in range(4))), True
         self._write(plan)
+        self._check_groups(plan)
+        pages = self.content.reshape(-1, self.size)
+        pages[[target for _, target in plan.snapshots]] = pages[[source for source, _ in plan.snapshots]]
         self.in_flight.append([self.rows[row] for row in plan.rows.tolist()])
         return self._draw(plan), False
 
@@ -116,7 +132,10 @@ class HashDevice:
     def _apply(self, plan: StepPlan) -> None:
         targets = [fork.row for fork in plan.branches]
         assert len(set(targets)) == len(targets)
-        copies = {fork.row: replace(line := self.rows[fork.source], table=line.table.copy()) for fork in plan.branches}
+        copies = {
+            fork.row: replace(line := self.rows[fork.source], tables=[table.copy() for table in line.tables])
+            for fork in plan.branches
+        }
         self.rows.update(copies)
         added = {new.row for new in plan.add}
         for row, token in plan.forced:
@@ -126,23 +145,48 @@ class HashDevice:
             assert self.rows.pop(row, None) is not None, f"row {row} is dropped but not there"
         for new in plan.add:
             assert new.row not in self.rows, f"row {new.row} is taken"
-            table = np.zeros(len(self.content), np.int64)
+            tables = [np.zeros(len(self.content), np.int64) for _ in self.groups]
             self.rows[new.row] = HashRow(
-                new.limit, new.stop_ids, new.params.logprobs, new.num_tokens, new.num_computed, table
+                new.limit, new.stop_ids, new.params.logprobs, new.num_tokens, new.num_computed, tables
             )
         for row, token in plan.forced:
             if row in added:
                 self.rows[row].last = token
-        for row, index, block in zip(plan.block_rows, plan.block_indices, plan.blocks, strict=True):
-            self.rows[int(row)].table[index] = block
+        groups = plan.block_groups if len(plan.block_groups) else np.zeros(len(plan.blocks), np.int32)
+        for row, index, block, group in zip(plan.block_rows, plan.block_indices, plan.blocks, groups, strict=True):
+            self.rows[int(row)].tables[group][index] = block
         blocks = self.content.reshape(-1, self.size)
         sources, copied = [a for a, _ in plan.copies], [b for _, b in plan.copies]
         assert not set(sources) & set(copied)
         blocks[copied] = blocks[sources]
 
-    def _slots(self, line: HashRow, start: int, stop: int) -> np.ndarray:
+    def _slots(self, line: HashRow, start: int, stop: int, group: int = 0) -> np.ndarray:
         positions = np.arange(start, stop)
-        return line.table[positions // self.size] * self.size + positions % self.size
+        return line.tables[group][positions // self.size] * self.size + positions % self.size
+
+    @property
+    def _token_groups(self) -> list[int]:
+        return [number for number, group in enumerate(self.groups) if group.kind != "state"]
+
+    def _states(self, line: HashRow) -> list[tuple[int, np.ndarray]]:
+        """State groups, and the row's pages in each."""
+        kinds = enumerate(self.groups)
+        return [(number, line.tables[number][: group.pages]) for number, group in kinds if group.kind == "state"]
+
+    def _check_groups(self, plan: StepPlan) -> None:
+        """Every group has what group 0 says was computed: within its window, or as a hash over all tokens."""
+        for row, count in zip(plan.rows.tolist(), plan.counts.tolist(), strict=True):
+            line = self.rows[row]
+            if not line.active:
+                continue
+            own = self.content[self._slots(line, 0, line.num_computed)].tolist()
+            for group in self._token_groups:
+                window = self.groups[group].window or line.num_computed
+                first = max(0, line.num_computed - count - window + 1)
+                held = self.content[self._slots(line, first, line.num_computed, group)].tolist()
+                assert held == own[first:], f"row {row}: wrong content in group {group}"
+            for group, pages in self._states(line):
+                assert pages.all() and (self.content.reshape(-1, self.size)[pages, 0] == _consumed(own, group)).all()
 
     def _write(self, plan: StepPlan) -> None:
         given = plan.tokens.tolist()
@@ -154,9 +198,16 @@ class HashDevice:
             if not line.active:
                 continue
             start = line.num_computed
-            slots = self._slots(line, start, start + count)
-            assert (slots >= self.size).all(), f"row {row} has no block for its tokens"
-            self.content[slots] = [slot_content(token, start + j) for j, token in enumerate(tokens)]
+            fresh = [slot_content(token, start + j) for j, token in enumerate(tokens)]
+            before = self.content[self._slots(line, 0, start)].tolist()
+            for group in self._token_groups:
+                slots = self._slots(line, start, start + count, group)
+                assert (slots >= self.size).all(), f"row {row} has no block for its tokens"
+                self.content[slots] = fresh
+            for group, pages in self._states(line):
+                states = self.content.reshape(-1, self.size)
+                assert pages.all() and (not start or (states[pages, 0] == _consumed(before, group)).all())
+                states[pages, 0] = _consumed(before + fresh, group)
             line.num_computed = start + count
             self.computed += count
         assert not given
@@ -183,6 +234,11 @@ class HashDevice:
         )
 
 
+def _consumed(contents: list[int], group: int) -> int:
+    """The state after these tokens."""
+    return mixed(group, *contents) >> 2
+
+
 class Sequences:
     """A scheduler and its loop over a `HashDevice`; results of requests are compared with plain lists."""
 
@@ -197,12 +253,13 @@ class Sequences:
         prefix_caching: bool = True,
         fails: Callable[[StepPlan], str] = lambda plan: "",
         config: EngineConfig | None = None,
+        groups: Sequence[CacheGroup] = (FULL,),
     ) -> None:
         self.keys = ContentKeys(block_size, b"model")
-        self.tables = BlockTables(blocks + 1, block_size, prefix_caching)
-        groups = PrefixGroups(block_size, 1, 1)
-        self.scheduler = Scheduler(self.tables, make_policy(policy, config), self.keys, rows, budget, groups=groups)
-        self.device = HashDevice(blocks + 1, block_size, fails)
+        self.tables = BlockTables(blocks + 1, block_size, prefix_caching, groups)
+        shared = PrefixGroups(block_size, 1, 1)
+        self.scheduler = Scheduler(self.tables, make_policy(policy, config), self.keys, rows, budget, groups=shared)
+        self.device = HashDevice(blocks + 1, block_size, fails, groups)
         self.core = EngineCore(self.scheduler, self.device, depth)  # type: ignore[arg-type]
         self.sources: dict[str, NewRequest] = {}
         self.outputs: dict[str, list[int]] = {}

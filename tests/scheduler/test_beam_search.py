@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
+from quire.kvcache.block_tables import BlockTables
 from quire.messages.beams import Beam, BeamSearchParams
+from quire.messages.caches import FULL, CacheGroup
 from quire.messages.plan import StepPlan, TokenLogprobs
 from quire.messages.request import NewRequest, Request, RequestState
 from quire.messages.sampling import SamplingParams
@@ -178,12 +181,13 @@ def test_a_search_that_always_fails_ends_as_a_whole_and_alone() -> None:
 class Storm:
     """Searches and plain requests, aborts, failures and shortages."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, groups: Sequence[CacheGroup] = (FULL,)) -> None:
         self.rng = rng = rng_of("beams", seed)
         self.failure_rate = rng.choice([0, 0, 0.01, 0.05])
         size = rng.choice([1, 2, 4, 7])
+        tables = BlockTables(9, size, groups=groups)
         self.bench = Sequences(
-            blocks=-(-40 // size) + rng.choice([0, 3, 10, 60]),
+            blocks=tables.pages_for(40) + tables.state_pages + rng.choice([0, 3, 10, 60]),
             block_size=size,
             rows=rng.choice([1, 2, 4, 9]),
             budget=rng.choice([1, 5, 64]),
@@ -191,6 +195,7 @@ class Storm:
             policy=rng.choice(["fcfs", "priority"]),
             prefix_caching=rng.random() < 0.8,
             fails=lambda plan: rng.choice(["submit", "collect"]) if rng.random() < self.failure_rate else "",
+            groups=groups,
         )
         self.lost: set[str] = set()
 
@@ -222,14 +227,29 @@ class Storm:
         held: dict[int, int] = {}
         for request in self.bench.scheduler.rows.running():
             assert request.state is RequestState.RUNNING
-            for block in request.blocks:
+            for block in self.bench.tables.every_page(request):
                 held[block] = held.get(block, 0) + 1
+        for block in self.bench.scheduler.requests.states.page_refs():
+            held[block] = held.get(block, 0) + 1
         assert held == {block: count for block, count in enumerate(pool.refs) if count}
 
 
 @pytest.mark.parametrize("seed", range(30))
 def test_storm(seed: int) -> None:
     Storm(seed).run(12)
+
+
+GROUPS = {
+    "window": (FULL, CacheGroup("window", (), window=3)),
+    "state": (FULL, CacheGroup("state", (), pages=2)),
+    "all": (FULL, CacheGroup("window", (), window=6), CacheGroup("state", (), pages=1), CacheGroup("state", (), pages=2)),
+}
+
+
+@pytest.mark.parametrize("kind", GROUPS)
+@pytest.mark.parametrize("seed", range(100, 108))
+def test_storm_over_several_cache_groups(seed: int, kind: str) -> None:
+    Storm(seed, GROUPS[kind]).run(12)
 
 
 @pytest.mark.slow

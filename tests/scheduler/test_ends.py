@@ -445,5 +445,5 @@ def test_the_harness_notices_a_wrong_slot() -> None:
     for _ in range(3):
         bench.step()
     bench.device.content[only(bench, "a").blocks[0] * 4 + 1] ^= 1
-    with pytest.raises(AssertionError, match=r"reads wrong KV at positions \[1\]"):
+    with pytest.raises(AssertionError, match=r"reads wrong KV of group 0 at positions \[1\]"):
         bench.run()

@@ -4,12 +4,13 @@ is checked that sessions hold the expected tokens, and that every block is freed
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 
 from quire.errors import CacheTooSmallError, SessionBusyError
+from quire.messages.caches import FULL, CacheGroup
 from quire.messages.plan import StepPlan
 from quire.sessions.keeper import SessionKeeper
 from tests.scheduler.harness import Bench, MemoryDisk, ending, rng_of
@@ -28,6 +29,7 @@ class EngineShape:
     disk: int = 0
     failure_rate: float = 0.0
     prefix_caching: bool = True
+    groups: tuple[CacheGroup, ...] = (FULL,)
 
 
 class SessionStorm:
@@ -39,7 +41,7 @@ class SessionStorm:
         self.bench = Bench(
             shape.blocks, shape.block_size, shape.rows, shape.budget, depth=shape.depth, draws=ending,
             prefix_caching=shape.prefix_caching, fails=self._fails, host_slots=shape.host,
-            disk=MemoryDisk(shape.disk, seed) if shape.disk else None, sessions=folder,
+            disk=MemoryDisk(shape.disk, seed) if shape.disk else None, sessions=folder, groups=shape.groups,
         )  # fmt: skip
         self.bench.device.keep_plans = False
         self.keeper: SessionKeeper = self.bench.core.sessions
@@ -201,6 +203,24 @@ WEATHERS = {
 def test_sessions_in_any_engine_shape(kind: str, tmp_path: Path) -> None:
     storm = SessionStorm(WEATHERS[kind], tmp_path, seed=1)
     storm.run(300)
+    assert storm.keeper.kv.suspended
+
+
+GROUPS = {
+    "window": (FULL, CacheGroup("window", (), window=6)),
+    "state": (FULL, CacheGroup("state", (), pages=2)),
+    "only state": (CacheGroup("state", (), pages=2),),
+    "all": (FULL, FULL, CacheGroup("window", (), window=9), CacheGroup("state", (), pages=1)),
+}
+
+
+@pytest.mark.parametrize("groups", GROUPS)
+@pytest.mark.parametrize("kind", WEATHERS)
+def test_sessions_over_several_cache_groups(kind: str, groups: str, tmp_path: Path) -> None:
+    shape = replace(WEATHERS[kind], groups=GROUPS[groups], blocks=WEATHERS[kind].blocks * 2)
+    storm = SessionStorm(shape, tmp_path, seed=2)
+    storm.longest = 40
+    storm.run(120)
     assert storm.keeper.kv.suspended
 
 

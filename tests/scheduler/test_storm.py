@@ -9,6 +9,7 @@ import pytest
 
 from quire.config import EngineConfig
 from quire.errors import CacheTooSmallError, ValidationError
+from quire.messages.caches import FULL, CacheGroup
 from quire.messages.plan import StepPlan
 from tests.scheduler.harness import Bench, MemoryDisk, ending, mixed, rng_of
 
@@ -36,6 +37,8 @@ class EngineShape:
     disk: int = 0
     """Blocks on disk."""
     config: EngineConfig | None = None
+    groups: tuple[CacheGroup, ...] = (FULL,)
+    """What the model's layers keep."""
     microbatches: bool = False
     """The device is a pipeline of as many stages as plans are in flight."""
 
@@ -51,7 +54,7 @@ class Storm:
             shape.prefix_caching, shape.chunked, ending, self._fails, self._yields_nothing,
             config=shape.config, host_slots=shape.host,
             disk=MemoryDisk(shape.disk, seed) if shape.disk else None,
-            microbatches=shape.depth + 1 if shape.microbatches else None,
+            microbatches=shape.depth + 1 if shape.microbatches else None, groups=shape.groups,
         )  # fmt: skip
         self.bench.device.keep_plans = False
         self.cuts: dict[tuple[str, int], int] = {}

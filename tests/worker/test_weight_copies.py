@@ -8,6 +8,7 @@ from torch import nn
 
 from quire.kernels.triton.ops import COPY_MIN_ROWS, TritonOps
 from quire.kernels.weights.base import SplitWeight
+from quire.kernels.weights.fp4 import Fp4Weight
 from quire.kernels.weights.grouped import GroupedWeight
 from quire.kernels.weights.scaled import ScaledWeight
 from quire.worker.weight_copies import make_copies
@@ -48,3 +49,15 @@ def test_many_rows_are_multiplied_by_the_copy(rows: int):
     x = torch.randn(rows, 128, dtype=torch.bfloat16)
     found = TritonOps().linear(x, weight)
     assert bool(found.any()) == (rows < COPY_MIN_ROWS)
+
+
+def test_stacks_of_experts_get_copies_after_the_matrices():
+    matrix, stack = grouped(), Fp4Weight.allocate((3, 16, 64), torch.bfloat16, zeros)
+    for index in range(3):
+        scale = torch.randint(120, 130, (16, 2), dtype=torch.uint8)
+        stack.write(index, torch.randint(0, 16, (16, 64), dtype=torch.uint8), scale)
+    model, size = nn.ModuleList([Layer(matrix), Layer(stack)]), 2 * 32 * 128
+    assert make_copies(model, size + 2 * 3 * 16 * 64 - 1) == size
+    assert stack.copy is None and matrix.copy is not None
+    assert make_copies(model, size + 2 * 3 * 16 * 64) == size + 2 * 3 * 16 * 64
+    assert torch.equal(stack.copy, stack.dequantize())

@@ -15,6 +15,7 @@
 // Bits: chunks begin at multiples of kChunk in the row's own positions and lanes never mix, so a token's output
 // depends only on its row's queries and cache: not on the batch, the threads, or the chunking of its prompt.
 #include <algorithm>
+#include <cmath>
 #include <vector>
 
 #include "outer.h"
@@ -39,9 +40,11 @@ struct Call {
     const int32_t* query_starts;
     const int32_t* context_lens;
     const int32_t* tables;  // [rows, table_width], table_stride between rows
+    const T* sinks;         // [heads] or null: logits that join the softmax's denominator
     int64_t rows, heads, kv_heads, dim, block_size, q_stride, block_stride, table_width, table_stride;
     int64_t window;  // 0: none
     double scale;
+    double soft_cap;  // 0: none
     int64_t threads;
 
     // Tokens a block table can hold: no more are read, even if a row's length is larger.
@@ -207,8 +210,16 @@ struct Tile {
         });
     }
 
+    // Scores s become cap * tanh(s / cap) = cap - 2 * cap / (1 + e^(2 * s / cap)).
+    void soft_cap(float* scores, int64_t count) {
+        const float cap = float(c.soft_cap), factor = 2 / cap;
+        for (int64_t i = 0; i < count; i += L)
+            Vec::store(scores + i, cap - 2 * cap / (1 + exp<L>(Vec::load(scores + i) * factor)));
+    }
+
     // scores become weights e^(score - peak); keys that a lane must not see get weight 0.
     void softmax(State s, float* scores, int64_t begin, int64_t end) {
+        if (c.soft_cap > 0) soft_cap(scores, (end - begin) * width);
         const int64_t first_token = item.first / c.group(), last_token = (item.first + item.count - 1) / c.group();
         const bool masked = end - 1 > item.position + first_token ||
                             (c.window && begin < item.position + last_token - c.window + 1);
@@ -308,7 +319,9 @@ struct Tile {
         for (int64_t i = 0; i < item.count; i++) {
             const int64_t at = item.first + i, token = c.query_starts[item.row] + at / group;
             T* out = c.out + (token * c.heads + kv_head * group + at % group) * c.dim;
-            const float inverse = s.total[i] == 0 ? 0 : 1 / s.total[i];
+            float total = s.total[i];
+            if (c.sinks) total += std::exp(to_float(c.sinks[kv_head * group + at % group]) - s.peak[i]);
+            const float inverse = total == 0 ? 0 : 1 / total;
             for (int64_t d = 0; d < c.dim; d += kLanes) {
                 const vec value = F::load(s.values + i * dim + d) * inverse;
                 if (d + kLanes <= c.dim) F::store(out + d, value);

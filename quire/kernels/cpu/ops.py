@@ -8,8 +8,10 @@ import torch
 
 from quire.kernels.cpu.build import library
 from quire.kernels.cpu.tape import TapeArena
+from quire.kernels.gates import PLAIN_EXPERTS, ExpertVariant
 from quire.kernels.kv import LayerKV, QuantizedKV
 from quire.kernels.reference import TorchOps
+from quire.kernels.routing import RouteRule
 from quire.kernels.weights.base import QuantizedWeight, Weight
 
 _MAX_HEAD_DIM = 1024  # kMaxDim in elementwise.cpp
@@ -119,11 +121,12 @@ class CpuOps(TorchOps):
         renormalise: bool,
         counts: torch.Tensor | None = None,
         slots: torch.Tensor | None = None,
+        rule: RouteRule | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         # Steps are not padded here.
         kernel = self._route.get(logits.dtype)
-        if kernel is None or logits.stride(1) != 1:
-            return super().route(logits, top_k, renormalise, counts, slots)
+        if kernel is None or logits.stride(1) != 1 or rule is not None:
+            return super().route(logits, top_k, renormalise, counts, None, rule)
         run, pack = kernel
         rows, width = logits.shape
         weights = logits.new_empty(rows, top_k, dtype=torch.float32)
@@ -140,13 +143,15 @@ class CpuOps(TorchOps):
         experts: torch.Tensor,
         gate_up: Weight,
         down: Weight,
+        variant: ExpertVariant = PLAIN_EXPERTS,
     ) -> torch.Tensor:
         """One GEMM for each expert in use, over all of its tokens."""
         kernel = self._experts.get(x.dtype)
-        if isinstance(gate_up, QuantizedWeight) or isinstance(down, QuantizedWeight):
-            return self._experts_one_by_one(x, weights, experts, gate_up, down)
+        is_plain = variant.activation == "silu" and not variant.is_biased
+        if isinstance(gate_up, QuantizedWeight) or isinstance(down, QuantizedWeight) or not is_plain:
+            return self._experts_one_by_one(x, weights, experts, gate_up, down, variant)
         if kernel is None or gate_up.dtype != x.dtype or not (gate_up.is_contiguous() and down.is_contiguous()):
-            return self._experts_one_by_one(x, weights, experts, gate_up, down)
+            return self._experts_one_by_one(x, weights, experts, gate_up, down, variant)
         run, pack = kernel
         rows, hidden = x.shape
         out = x.new_empty(rows, hidden)
@@ -162,6 +167,7 @@ class CpuOps(TorchOps):
         experts: torch.Tensor,
         gate_up: Weight,
         down: Weight,
+        variant: ExpertVariant,
     ) -> torch.Tensor:
         """The same in torch; on a CPU the host can read which experts are in use."""
         total = torch.zeros(x.shape, dtype=torch.float32)
@@ -169,7 +175,9 @@ class CpuOps(TorchOps):
             if not 0 <= index < gate_up.shape[0]:
                 continue
             tokens, choice = (experts == index).nonzero(as_tuple=True)
-            product = self.linear(self.gated_linear(x[tokens], gate_up[index]), down[index])
+            first, second = variant.biases(index)
+            features = self.gated_linear(x[tokens], gate_up[index], first, variant.activation)
+            product = self.linear(features, down[index], second)
             total.index_add_(0, tokens, product.float() * weights[tokens, choice, None])
         return total.to(x.dtype)
 

@@ -85,11 +85,17 @@ def _apply(
 
 @triton.jit(do_not_specialize=["decodes"])
 def _expand(
-    step_rows, query_starts, fresh, last_token, num_computed, active, tables, pages,
-    tokens, positions, slots, context, decodes, stride_table,
+    step_rows, query_starts, fresh, last_token, num_computed, active, tables, token_ids,
+    tokens, positions, slots, context, live_rows, decodes, stride_table, stride_group, stride_slots, stride_ids,
+    PAD_ROW: tl.constexpr, GROUPS: tl.constexpr, BY_ROW: tl.constexpr, STATES: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, SIZE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program a scheduled row: its tokens, their positions and cache slots, and its length after the step."""
+    """One program a scheduled row: its tokens, their positions and cache slots, and its length after the step.
+
+    GROUPS  cache groups whose blocks hold tokens, each with its own tables and slots
+    BY_ROW  token ids are in rows of `token_ids`, not in pages that have the slots of the first group
+    STATES  there is a group of recurrent states: rows that are active are written to `live_rows`
+    """
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -101,21 +107,32 @@ def _expand(
     first = tl.load(query_starts + i, mask=i >= decodes, other=i)
     count = tl.load(query_starts + i + 1, mask=i >= decodes, other=i + 1) - first
     last = tl.load(last_token + row)
+    live = tl.where(is_active, row, PAD_ROW)
     # A row that ended on the device, which the host has not seen yet, writes to block 0 and attends to nothing.
     for offset in range(0, count, SIZE):
         j = offset + tl.arange(0, SIZE)
         inside = j < count
         position = tl.where(is_active, start + j, 0)
-        block = tl.load(tables + row * stride_table + position // BLOCK_SIZE, mask=inside & is_active, other=0)
-        slot = block.to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE
         given = tl.load(fresh + first - decodes + j, mask=inside & (i >= decodes), other=0).to(tl.int64)
         token = tl.where(is_decode, last, given)
         tl.store(tokens + first + j, token, mask=inside)
         tl.store(positions + first + j, position, mask=inside)
-        tl.store(slots + first + j, slot, mask=inside)
-        tl.store(pages + slot, token.to(tl.int32), mask=inside)
+        if GROUPS == 0:  # slots only tell active rows from others: any page of the state
+            block = tl.load(tables + row * stride_table + j * 0, mask=inside & is_active, other=0)
+            tl.store(slots + first + j, block.to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE, mask=inside)
+        for group in tl.static_range(GROUPS):
+            table = tables + group * stride_group + row * stride_table
+            block = tl.load(table + position // BLOCK_SIZE, mask=inside & is_active, other=0)
+            slot = block.to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE
+            tl.store(slots + group * stride_slots + first + j, slot, mask=inside)
+            if group == 0 and not BY_ROW:
+                tl.store(token_ids + slot, token.to(tl.int32), mask=inside)
+        if BY_ROW:
+            tl.store(token_ids + live * stride_ids + position, token.to(tl.int32), mask=inside)
     tl.store(context + i, tl.where(is_active, start + count, 0).to(tl.int32))
     tl.store(num_computed + row, tl.where(is_active, start + count, start))
+    if STATES:
+        tl.store(live_rows + i, live.to(tl.int32))
 
 
 def apply_plan(packed: torch.Tensor, sizes: dict[str, int], longest: int, buffers: Any, columns: Any) -> None:
@@ -128,23 +145,28 @@ def apply_plan(packed: torch.Tensor, sizes: dict[str, int], longest: int, buffer
     """
     _apply[(-(-longest // BLOCK),)](
         packed, buffers.rows, buffers.query_starts, buffers.tokens, buffers.picks, buffers.draw_rows, buffers.slot,
-        columns.block_table, columns.active.view(torch.uint8), columns.num_tokens, columns.num_computed,
+        columns.block_tables, columns.active.view(torch.uint8), columns.num_tokens, columns.num_computed,
         columns.prompt_len, columns.limit, columns.sequence, columns.seed, columns.scalars,
-        columns.stop_ids, **sizes, width=columns.stop_ids.shape[1], stride_table=columns.block_table.stride(0),
+        columns.stop_ids, **sizes, width=columns.stop_ids.shape[1], stride_table=columns.block_tables.stride(1),
         PAD_ROW=columns.pad_row,
         SIZE=BLOCK, num_warps=4, **pdl(),
     )  # fmt: skip
 
 
 def expand_rows(
-    buffers: Any, columns: Any, pages: torch.Tensor, num_rows: int, decodes: int, tokens: torch.Tensor,
-    positions: torch.Tensor, slots: torch.Tensor, context: torch.Tensor,
+    buffers: Any, columns: Any, num_rows: int, decodes: int, tokens: torch.Tensor, positions: torch.Tensor,
+    slots: torch.Tensor, context: torch.Tensor,
 ) -> None:  # fmt: skip
-    """Lay out the step: the first `decodes` rows compute their last sampled token, the others the plan's tokens."""
+    """Lay out the step: the first `decodes` rows compute their last sampled token, the others the plan's tokens.
+    `slots`: [groups whose blocks hold tokens, tokens]."""
+    geometry, tables = columns.kv.geometry, columns.block_tables
+    by_row = not columns.kv.has_tokens
     if num_rows:
         _expand[(num_rows,)](
             buffers.rows, buffers.query_starts, buffers.tokens, columns.last_token, columns.num_computed,
-            columns.active.view(torch.uint8), columns.block_table, pages, tokens, positions, slots, context, decodes,
-            columns.block_table.stride(0), BLOCK_SIZE=pages.shape[1],
+            columns.active.view(torch.uint8), tables, columns.token_ids if by_row else columns.kv.tokens, tokens,
+            positions, slots, context, buffers.live_rows, decodes, tables.stride(1), tables.stride(0), slots.stride(0),
+            columns.token_ids.stride(0), PAD_ROW=columns.pad_row, GROUPS=geometry.num_block_groups, BY_ROW=by_row,
+            STATES=len(geometry.groups) > geometry.num_block_groups, BLOCK_SIZE=columns.kv.block_size,
             SIZE=16 if num_rows == decodes else 512, num_warps=1 if num_rows == decodes else 4, **pdl(),
         )  # fmt: skip

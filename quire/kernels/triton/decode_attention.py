@@ -18,7 +18,7 @@ For rows that share a prefix, `prefix_attention.py` may read the shared blocks o
 softmax then continues from the state that kernel wrote, at the row's first tile of its own.
 """
 
-# ruff: noqa: N803, N806
+# ruff: noqa: N803, N806, SIM102 (compile-time branches stand alone)
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ import triton
 import triton.language as tl
 
 from quire.kernels.kv import LayerKV, QuantizedKV
+from quire.kernels.triton.attention_scores import capped, load_sinks, score_arguments, with_sink
 from quire.kernels.triton.kv_codes import as_keys, decode_even, decode_odd, read_arguments
 from quire.kernels.triton.launch import INTERPRETED, gdc_launch_dependents, gdc_wait, num_sms, pdl
 
@@ -223,11 +224,11 @@ def merge_partials(partial, stats, first, last, GROUP: tl.constexpr, GROUP_P2: t
 
 @triton.jit
 def _decode(
-    q, kv, out, tables, rows, lens, plan, partial, stats, counters, shared, seen_sums, seen_stats, scale,
-    stride_q, stride_block, stride_half, stride_head, stride_table, scales,
-    WINDOW: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr, OWN_P2: tl.constexpr, KV_HEADS: tl.constexpr,
-    DIM: tl.constexpr, DIM_P2: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr, SHARED: tl.constexpr, CODES: tl.constexpr,
+    q, kv, out, tables, rows, lens, plan, partial, stats, counters, shared, seen_sums, seen_stats, sinks,
+    scale, stride_q, stride_block, stride_half, stride_head, stride_table, scales,
+    WINDOW: tl.constexpr, CAP: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr, OWN_P2: tl.constexpr,
+    KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_P2: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+    PARTS: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, SHARED: tl.constexpr, CODES: tl.constexpr,
     TOKEN_SCALES: tl.constexpr, VALUES: tl.constexpr, FAST: tl.constexpr, AHEAD: tl.constexpr,
     FETCHED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -330,6 +331,8 @@ def _decode(
                           other=0.0)  # fmt: skip
         if CODES:
             acc_even, acc_odd = tl.split(tl.reshape(acc, [M, DIM_P2 // 2, 2]))
+        if sinks is not None:
+            sink = load_sinks(sinks, head * GROUP + g % GROUP, is_query)
         begin = (first_tile + tile) * TILE
         for start in tl.range(begin, begin + take * TILE, TILE, num_stages=STAGES):
             position = start + tl.arange(0, TILE)
@@ -360,7 +363,7 @@ def _decode(
                     at_scale = scales + block * (stride_block // 2) + head * BLOCK + position % BLOCK
                     scores = scores * tl.load(at_scale, mask=seen, other=0.0)[None, :]
                     v_scales = tl.load(at_scale + KV_HEADS * BLOCK, mask=seen, other=0.0)
-                scores = tl.where(visible, scores, float("-inf"))
+                scores = tl.where(visible, capped(scores, CAP), float("-inf"))
                 p, keep, best, weight = scaled_softmax(scores, v_scales, best, weight, TOKEN_SCALES)
                 p = p.to(VALUES)
                 acc_even = tl.dot(p, decode_even(v, CODES, VALUES, FAST), acc_even * keep[:, None],
@@ -373,7 +376,7 @@ def _decode(
                 k = tl.load(keys + at, mask=there, other=0.0)
                 v = tl.load(keys + stride_half + at, mask=there, other=0.0)  # zeros: uninitialized memory may be NaN
                 scores = tl.dot(qs, tl.trans(k), input_precision=PRECISION) * scale
-                scores = tl.where(visible, scores, float("-inf"))
+                scores = tl.where(visible, capped(scores, CAP), float("-inf"))
                 best, weight, acc = online_softmax(scores, v, best, weight, acc, PRECISION)
         value_scale = 1.0
         if CODES:
@@ -381,6 +384,8 @@ def _decode(
             if not TOKEN_SCALES:
                 value_scale = tl.load(scales + KV_HEADS + head)
         if take == tiles:
+            if sinks is not None:
+                weight = with_sink(weight, best, sink)
             values = acc / tl.where(weight == 0.0, 1.0, weight)[:, None]
             if CODES:
                 values = values * value_scale
@@ -401,12 +406,14 @@ def _decode(
             arrived = tl.atomic_add(counter, 1)
             if arrived == last - first:
                 tl.store(counter, 0)
-                _, mass, merged = merge_partials(partial, stats, first, last, OWN, OWN_P2,
-                                              DIM, DIM_P2, PARTS)  # fmt: skip
+                high, mass, merged = merge_partials(partial, stats, first, last, OWN, OWN_P2,
+                                                    DIM, DIM_P2, PARTS)  # fmt: skip
+                h = tl.arange(0, OWN_P2)
+                if sinks is not None:
+                    mass = with_sink(mass, high, load_sinks(sinks, head * GROUP + h % GROUP, h < OWN))
                 merged = merged / tl.where(mass == 0.0, 1.0, mass)[:, None]
                 if CODES:
                     merged = merged * value_scale
-                h = tl.arange(0, OWN_P2)
                 merged_lines = _lines(row, head, h, GROUP, KV_HEADS, QUERIES)
                 tl.store(out + merged_lines[:, None] * DIM + d[None, :], merged.to(out.dtype.element_ty),
                          mask=(h < OWN)[:, None] & in_dim[None, :])  # fmt: skip
@@ -484,24 +491,26 @@ class DecodeAttention:
     def attend(
         self, q: torch.Tensor, kv: LayerKV, out: torch.Tensor, tables: torch.Tensor, rows: torch.Tensor,
         lens: torch.Tensor, plan: torch.Tensor, num_rows: int, scale: float, window: int | None,
-        prefix: PrefixState | None = None,
+        prefix: PrefixState | None = None, soft_cap: float | None = None, sinks: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
         """Attention of the first `num_rows` rows' tokens in q, row after row, into the same rows of `out`; rows of
         length 0 are skipped.
 
-        `prefix`: the state after the shared prefix; the plan must have been made with its `shared`.
+        `prefix`: the state after the shared prefix; the plan must have been made with its `shared`. Scale, window, soft
+        cap and sinks as in `AttentionSpec`.
         q [*, heads, head_dim], heads contiguous; kv one layer's cache; row i's blocks are tables[rows[i]].
         """
         codes = kv.pairs if isinstance(kv, QuantizedKV) else kv
         stride_block, stride_half, stride_head, _, _ = codes.stride()
         seen = (lens, self._partial, self._stats) if prefix is None else (prefix.shared, prefix.sums, prefix.stats)
+        factor, cap = score_arguments(scale, soft_cap)
         _decode[(self._programs,)](
-            q, codes, out, tables, rows, lens, plan, self._partial, self._stats, self._counters, *seen, scale * LOG2_E,
+            q, codes, out, tables, rows, lens, plan, self._partial, self._stats, self._counters, *seen, sinks, factor,
             q.stride(0), stride_block, stride_half, stride_head, tables.stride(0),
-            WINDOW=window or 0, BLOCK=kv.shape[3], SHARED=prefix is not None, **read_arguments(kv), **self._constants,
+            WINDOW=window or 0, CAP=cap, BLOCK=kv.shape[3], SHARED=prefix is not None, **read_arguments(kv),
+            **self._constants,
         )  # fmt: skip
 
 
-LOG2_E = 1.4426950408889634
 LINE_BYTES = 128
 """Of a cache line."""

@@ -32,7 +32,7 @@ class WidePlan(NamedTuple):
     """Where the rows' blocks go."""
 
     tables: torch.Tensor
-    """[batch rows, width] int32: the blocks of a step's rows in its own cache."""
+    """[batch rows, at least width] int32: the blocks of a step's rows in its own cache."""
     first: int
     """The first row that is converted."""
     width: int
@@ -48,13 +48,14 @@ def plan_wide(
     count = num_rows - first
     if count * width * halves * heads * block_size * dim * kv.dtype.itemsize > MAX_BYTES:
         return None
-    own = torch.zeros(len(tables), width, dtype=torch.int32, device=tables.device)
+    # As the batch's own tables are: rows on 64-byte lines, for which the prefill kernel is compiled.
+    own = torch.zeros(len(tables), triton.cdiv(width, 16) * 16, dtype=torch.int32, device=tables.device)
     numbers = torch.arange(count * width, dtype=torch.int32, device=tables.device)
-    own[rows[first:num_rows].long()] = numbers.view(count, width)
+    own[rows[first:num_rows].long(), :width] = numbers.view(count, width)
     return WidePlan(own, first, width)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first", "width", "table_stride"])
 def _widen(
     codes, wide, tables, rows, context_lens, first, width, block_stride, table_stride,
     CODES: tl.constexpr, FAST: tl.constexpr, VALUES: tl.constexpr, BLOCK_SIZE: tl.constexpr, CHUNK: tl.constexpr,

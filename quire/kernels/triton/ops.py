@@ -7,10 +7,14 @@ from collections.abc import Sequence
 import torch
 
 from quire.kernels.base import CompilableKernel
+from quire.kernels.gates import PLAIN_EXPERTS, ExpertVariant
 from quire.kernels.kv import LayerKV
 from quire.kernels.reference import TorchOps
+from quire.kernels.routing import RouteRule
+from quire.kernels.states import DeltaNet, Mamba2, States, StepRows
 from quire.kernels.triton import elementwise
 from quire.kernels.triton.cublaslt import TunedGemms, tuned_gemms
+from quire.kernels.triton.latent.prepare import prepare_latent
 from quire.kernels.triton.launch import INTERPRETED
 from quire.kernels.triton.moe import experts as moe
 from quire.kernels.triton.moe import tuning as moe_tuning
@@ -19,6 +23,7 @@ from quire.kernels.triton.moe.tuning import choose_experts
 from quire.kernels.triton.qkv import prepare_qkv
 from quire.kernels.triton.quantized.base import QuantizedProducts
 from quire.kernels.triton.quantized.registry import products_of
+from quire.kernels.triton.recurrent import decode, delta_net, mamba2, norm
 from quire.kernels.triton.skinny_gemm.candidates import GemmShape
 from quire.kernels.triton.skinny_gemm.gemm import GemmConfig, skinny_linear, skinny_norm_linear, skinny_silu_linear
 from quire.kernels.triton.skinny_gemm.tuning import BUCKETS, choose, distinct_kernels
@@ -208,10 +213,11 @@ class TritonOps(TorchOps):
         renormalise: bool,
         counts: torch.Tensor | None = None,
         slots: torch.Tensor | None = None,
+        rule: RouteRule | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if _is_supported(logits) and logits.shape[1] <= moe.MAX_EXPERTS:
-            return moe.route(logits, top_k, renormalise, counts, slots)
-        return super().route(logits, top_k, renormalise, counts, slots)
+            return moe.route(logits, top_k, renormalise, counts, slots, rule)
+        return super().route(logits, top_k, renormalise, counts, slots, rule)
 
     def experts(
         self,
@@ -220,13 +226,16 @@ class TritonOps(TorchOps):
         experts: torch.Tensor,
         gate_up: Weight,
         down: Weight,
+        variant: ExpertVariant = PLAIN_EXPERTS,
     ) -> torch.Tensor:
         if isinstance(gate_up, QuantizedWeight):
-            return self.quantized(gate_up).experts(x, weights, experts, gate_up, down)
+            return self.quantized(gate_up).experts(
+                x, weights, experts, gate_up, down, variant.activation, variant.gate_up_bias, variant.down_bias
+            )
         config = self._experts_config(x, gate_up, down, experts.shape[1])
         if config is None:
-            return super().experts(x, weights, experts, gate_up, down)
-        return moe.experts(x, weights.contiguous(), experts.contiguous(), gate_up, down, config)  # type: ignore[arg-type]
+            return super().experts(x, weights, experts, gate_up, down, variant)
+        return moe.experts(x, weights.contiguous(), experts.contiguous(), gate_up, down, config, variant)  # type: ignore[arg-type]
 
     def sparse_mlp(
         self,
@@ -241,21 +250,24 @@ class TritonOps(TorchOps):
         renormalise: bool,
         counts: torch.Tensor | None = None,
         slots: torch.Tensor | None = None,
+        rule: RouteRule | None = None,
+        variant: ExpertVariant = PLAIN_EXPERTS,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if isinstance(gate_up, QuantizedWeight):
             return self.quantized(gate_up).sparse_mlp(
-                x, residual, gain, eps, router, gate_up, down, top_k, renormalise, counts, slots
+                x, residual, gain, eps, router, gate_up, down, top_k, renormalise, counts, slots, rule, variant
             )  # fmt: skip
-        if x is not None and router.shape[0] == gate_up.shape[0]:
-            config = self._experts_config(x, gate_up, down, top_k)
+        shared = 0 if rule is None else rule.shared
+        if x is not None and router.shape[0] + shared == gate_up.shape[0]:
+            config = self._experts_config(x, gate_up, down, top_k + shared)
             if config is not None and config.kernel == "vector":
                 # Four kernels: the norm is fused into the router's GEMM and into the experts' first one.
-                logits, stream = self.norm_linear(x, residual, gain, eps, router)
-                weights, chosen = self.route(logits, top_k, renormalise, counts, slots)
-                routing = moe.ChosenExperts(top_k, weights=weights, experts=chosen)
-                return moe.vector_experts(stream, routing, gate_up, down, config, (gain, eps)), stream  # type: ignore[arg-type]
+                logits, stream = self.norm_linear(x, residual, gain, eps, router, variant.router_bias)
+                weights, chosen = self.route(logits, top_k, renormalise, counts, slots, rule)
+                routing = moe.ChosenExperts(top_k + shared, weights=weights, experts=chosen)
+                return moe.vector_experts(stream, routing, gate_up, down, config, (gain, eps), variant), stream  # type: ignore[arg-type]
         return super().sparse_mlp(
-            x, residual, gain, eps, router, gate_up, down, top_k, renormalise, counts, slots
+            x, residual, gain, eps, router, gate_up, down, top_k, renormalise, counts, slots, rule, variant
         )  # fmt: skip
 
     def _experts_config(self, x: torch.Tensor, gate_up: Weight, down: Weight, top_k: int) -> ExpertsConfig | None:
@@ -277,15 +289,18 @@ class TritonOps(TorchOps):
         return choose_experts(moe.shape_of(gate_up, top_k), x.shape[0], x.dtype)
 
     def expert_kernels_of(
-        self, gate_up: Weight, down: Weight, top_k: int, renormalise: bool, routed: int, max_tokens: int
-    ) -> dict[object, moe.Task]:
+        self, gate_up: Weight, down: Weight, top_k: int, renormalise: bool, routed: int, max_tokens: int,
+        variant: ExpertVariant = PLAIN_EXPERTS,
+    ) -> dict[object, moe.Task]:  # fmt: skip
         if isinstance(gate_up, QuantizedWeight):
-            return self.quantized(gate_up).expert_kernels_of(gate_up, down, top_k, renormalise, routed, max_tokens)
+            return self.quantized(gate_up).expert_kernels_of(
+                gate_up, down, top_k, renormalise, routed, max_tokens, variant.activation, variant.is_biased
+            )
         buckets = [tokens for tokens in moe_tuning.BUCKETS if tokens < 2 * max_tokens]
         inputs = (gate_up.new_empty(tokens, gate_up.shape[2], device="meta") for tokens in buckets)
         configs = [self._experts_config(x, gate_up, down, top_k) for x in inputs]
         wanted = [config for config in configs if config is not None]
-        return moe.launches(gate_up, down, top_k, renormalise, routed, wanted)  # type: ignore[arg-type]
+        return moe.launches(gate_up, down, top_k, renormalise, routed, wanted, variant)  # type: ignore[arg-type]
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         return elementwise.silu_mul(gate_up) if _is_supported(gate_up) else super().silu_mul(gate_up)
@@ -304,3 +319,50 @@ class TritonOps(TorchOps):
     ) -> torch.Tensor:
         kernel = prepare_qkv if _is_supported(qkv) and kv.stride()[4] == 1 else super().prepare_qkv
         return kernel(qkv, positions, cos_sin, norms, kv, slots, num_heads, num_kv_heads, head_dim)
+
+    def prepare_latent(
+        self,
+        q: torch.Tensor,
+        latent: torch.Tensor,
+        positions: torch.Tensor,
+        cos_sin: torch.Tensor,
+        gain: torch.Tensor,
+        eps: float,
+        cache: torch.Tensor,
+        slots: torch.Tensor,
+        interleaved: bool,
+    ) -> None:
+        kernel = prepare_latent if _is_supported(latent) and cache.stride(2) == 1 else super().prepare_latent
+        kernel(q, latent, positions, cos_sin, gain, eps, cache, slots, interleaved)
+
+    def sigmoid_mul(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        if not (_is_supported(x) and _is_supported(gate) and x.is_contiguous()):
+            return super().sigmoid_mul(x, gate)
+        return norm.sigmoid_mul(x, gate)
+
+    def delta_net(self, projected: torch.Tensor, layer: DeltaNet, states: States, step: StepRows) -> torch.Tensor:
+        if not delta_net.is_supported(layer):
+            return super().delta_net(projected, layer, states, step)
+        out = torch.empty(len(projected), layer.width, dtype=projected.dtype, device=projected.device)
+        if step.num_decodes:
+            decode.delta_net_decode(projected, layer, states, step, out, step.num_decodes)
+        if step.num_decodes < step.num_rows:
+            delta_net.delta_net_prompts(projected, layer, states, step, out)
+        return out
+
+    def mamba2(self, projected: torch.Tensor, layer: Mamba2, states: States, step: StepRows) -> torch.Tensor:
+        if not mamba2.is_supported(layer):
+            return super().mamba2(projected, layer, states, step)
+        out = torch.empty(len(projected), layer.width, dtype=projected.dtype, device=projected.device)
+        if step.num_decodes:
+            decode.mamba2_decode(projected, layer, states, step, out, step.num_decodes)
+        if step.num_decodes < step.num_rows:
+            mamba2.mamba2_prompts(projected, layer, states, step, out)
+        return out
+
+    def gated_norm(
+        self, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, groups: int, eps: float
+    ) -> torch.Tensor:
+        if not (_is_supported(x) and _is_supported(gate)):
+            return super().gated_norm(x, gate, weight, groups, eps)
+        return norm.gated_norm(x, gate, weight, groups, eps)

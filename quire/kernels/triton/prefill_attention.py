@@ -30,10 +30,9 @@ import triton
 import triton.language as tl
 
 from quire.kernels.kv import LayerKV, QuantizedKV
+from quire.kernels.triton.attention_scores import capped, load_sinks, score_arguments, with_sink
 from quire.kernels.triton.kv_codes import as_keys, decode, read_arguments
 from quire.kernels.triton.launch import INTERPRETED, gdc_launch_dependents, gdc_wait, pdl
-
-LOG2_E = 1.4426950408889634
 
 
 @dataclass(frozen=True)
@@ -174,11 +173,14 @@ def _mask(scores, start, n, position, first, last, WINDOW: tl.constexpr, BLOCK_N
 
 
 @triton.jit
-def _softmax(scores, best, weight, scale, score_scale):
+def _softmax(scores, best, weight, scale, score_scale, CAP: tl.constexpr):
     """Online softmax: (weights of a tile's keys, factor for earlier sums, best score so far, sum of weights).
 
-    `scale`: a number, or one for each query; `score_scale`: the same, as a column.
+    `scale`: a number, or one for each query; `score_scale`: the same, as a column. Capped scores are scaled already.
     """
+    if CAP > 0:
+        scale = 1.0
+        score_scale = 1.0
     higher = tl.maximum(best, tl.max(scores, 1) * scale)
     keep = tl.exp2(best - higher)
     p = tl.exp2(scores * score_scale - higher[:, None])
@@ -187,8 +189,8 @@ def _softmax(scores, best, weight, scale, score_scale):
 
 @triton.jit
 def _prefill(
-    q, kv, out, tables, tiles, scale, stride_q, stride_half, stride_table,
-    STRIDE_BLOCK: tl.constexpr, STRIDE_HEAD: tl.constexpr, WINDOW: tl.constexpr, GROUP: tl.constexpr,
+    q, kv, out, tables, tiles, sinks, scale, stride_q, stride_half, stride_table,
+    STRIDE_BLOCK: tl.constexpr, STRIDE_HEAD: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, GROUP: tl.constexpr,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_P2: tl.constexpr, BLOCK: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, STAGES: tl.constexpr, SKEWED: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
     scales, CODES: tl.constexpr, TOKEN_SCALES: tl.constexpr, VALUES: tl.constexpr, FAST: tl.constexpr,
@@ -227,6 +229,8 @@ def _prefill(
     at = (head * GROUP + m % GROUP)[:, None] * DIM + d[None, :]
     there = (token < count)[:, None] & in_dim
     qs = tl.load(q + line * stride_q + at, mask=there, other=0.0)
+    if sinks is not None:
+        sink = load_sinks(sinks, head * GROUP + m % GROUP, token < count)
 
     table = tables + row.to(tl.int64) * stride_table
     keys = kv + head.to(tl.int64) * STRIDE_HEAD + d[None, :]
@@ -268,8 +272,10 @@ def _prefill(
                     KV_HEADS, BLOCK, BLOCK_N, STRIDE_BLOCK // 4,
                 )  # fmt: skip
                 scores = scores * k_scales[None, :]
+            if CAP > 0:
+                scores = capped(scores * score_scale, CAP)
             scores = _mask(scores, start, n, position, first, last, WINDOW, BLOCK_N)
-            p, keep, best, weight = _softmax(scores, best, weight, scale, score_scale)
+            p, keep, best, weight = _softmax(scores, best, weight, scale, score_scale, CAP)
             if TOKEN_SCALES:
                 p = p * v_scales[None, :]
         start = tl.multiple_of(last // BLOCK_N * BLOCK_N, BLOCK_N)
@@ -296,11 +302,15 @@ def _prefill(
                     KV_HEADS, BLOCK, BLOCK_N, STRIDE_BLOCK // 4,
                 )  # fmt: skip
                 scores = scores * k_scales[None, :]
+            if CAP > 0:
+                scores = capped(scores * score_scale, CAP)
             scores = _mask(scores, start, n, position, first, last, WINDOW, BLOCK_N)
-            p, keep, best, weight = _softmax(scores, best, weight, scale, score_scale)
+            p, keep, best, weight = _softmax(scores, best, weight, scale, score_scale, CAP)
             if TOKEN_SCALES:
                 p = p * v_scales[None, :]
             acc = tl.dot(p.to(v.dtype), v, acc * keep[:, None], input_precision=PRECISION)
+    if sinks is not None:
+        weight = with_sink(weight, best, sink)
     result = acc / weight[:, None]
     if CODES:
         result = result * v_scale
@@ -329,22 +339,24 @@ def plan_tiles(
 
 def prefill_attention(
     q: torch.Tensor, kv: LayerKV, out: torch.Tensor, tables: torch.Tensor, tiles: torch.Tensor, scale: float,
-    window: int | None, tile: PrefillTile | None = None,
+    window: int | None, tile: PrefillTile | None = None, soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
     """Causal attention of the tokens that `tiles` lists into their rows of `out`; see AttentionBackend.attend.
 
     q [T, heads, head_dim], heads contiguous, any stride between tokens; out [T, heads * head_dim] contiguous; kv one
     layer's cache; tables [batch rows, max_blocks] int32, fastest when max_blocks is a multiple of 16. `tile` must be
-    the one `tiles` was planned with.
+    the one `tiles` was planned with. Scale, window, soft cap and sinks as in `AttentionSpec`.
     """
     _, heads, dim = q.shape
     _, _, kv_heads, block_size, _ = kv.shape
     stride_block, stride_half, stride_head, _, _ = kv.stride()
     tile = tile or prefill_tile(dim, q.element_size())
+    factor, cap = score_arguments(scale, soft_cap)
     _prefill[(tiles.shape[0] * kv_heads,)](
-        q, kv.codes if isinstance(kv, QuantizedKV) else kv, out, tables, tiles, scale * LOG2_E, q.stride(0),
+        q, kv.codes if isinstance(kv, QuantizedKV) else kv, out, tables, tiles, sinks, factor, q.stride(0),
         stride_half, tables.stride(0),
-        STRIDE_BLOCK=stride_block, STRIDE_HEAD=stride_head, WINDOW=window or 0, GROUP=heads // kv_heads,
+        STRIDE_BLOCK=stride_block, STRIDE_HEAD=stride_head, WINDOW=window or 0, CAP=cap, GROUP=heads // kv_heads,
         KV_HEADS=kv_heads, DIM=dim, DIM_P2=max(16, triton.next_power_of_2(dim)), BLOCK=block_size,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, STAGES=tile.stages, SKEWED=tile.skewed,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=tile.warps,

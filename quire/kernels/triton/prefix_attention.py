@@ -25,12 +25,12 @@ import triton
 import triton.language as tl
 
 from quire.kernels.kv import LayerKV, QuantizedKV
+from quire.kernels.triton.attention_scores import capped, score_arguments
 from quire.kernels.triton.decode_attention import (
     ENTRY,
     ENTRY_SIZE,
     HEADER,
     HEADER_SIZE,
-    LOG2_E,
     PLANNED_AT_ONCE,
     PrefixState,
     merge_partials,
@@ -127,8 +127,9 @@ def _plan_queries(
 def _prefix(
     q, kv, sums, stats, tables, tile_members, tile_rows, tile_lens, plan, partial, partial_stats, counters, scale,
     stride_q, stride_block, stride_half, stride_head, stride_table, scales,
-    GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_P2: tl.constexpr, M: tl.constexpr,
-    MEMBERS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    CAP: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_P2: tl.constexpr,
+    M: tl.constexpr, MEMBERS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
     CODES: tl.constexpr, TOKEN_SCALES: tl.constexpr, VALUES: tl.constexpr, FAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A program's range, segment by segment; a segment is the part of the range in one query tile and KV head."""
@@ -186,12 +187,12 @@ def _prefix(
                     both = at_scale[:, None] + (tl.arange(0, 2) * (KV_HEADS * BLOCK))[None, :]
                     k_scales, v_scales = tl.split(tl.load(both, mask=seen[:, None], other=0.0))
                     scores = scores * k_scales[None, :]
-                scores = tl.where(seen[None, :], scores, float("-inf"))
+                scores = tl.where(seen[None, :], capped(scores, CAP), float("-inf"))
                 p, keep, best, weight = scaled_softmax(scores, v_scales, best, weight, TOKEN_SCALES)
                 acc = tl.dot(p.to(VALUES), v, acc * keep[:, None], input_precision=PRECISION)
             else:
                 scores = tl.dot(qs, tl.trans(k), input_precision=PRECISION) * scale
-                scores = tl.where(seen[None, :], scores, float("-inf"))
+                scores = tl.where(seen[None, :], capped(scores, CAP), float("-inf"))
                 best, weight, acc = online_softmax(scores, v, best, weight, acc, PRECISION)
         is_done = take == tiles
         if take < tiles:
@@ -293,17 +294,18 @@ class PrefixAttention:
 
     def attend(
         self, q: torch.Tensor, kv: LayerKV, tables: torch.Tensor, shared: torch.Tensor, plan: PrefixPlan,
-        scale: float,
+        scale: float, soft_cap: float | None = None,
     ) -> PrefixState:  # fmt: skip
         """The members' online-softmax state after their shared tokens, for `DecodeAttention.attend`.
 
         q [*, heads, head_dim], heads contiguous; kv one layer's cache.
         """
         stride_block, stride_half, stride_head, _, _ = kv.stride()
+        factor, cap = score_arguments(scale, soft_cap)
         _prefix[(self._programs,)](
             q, kv.codes if isinstance(kv, QuantizedKV) else kv, self._sums, self._stats, tables, plan.members,
             plan.rows, plan.lens, plan.ranges, self._partial,
-            self._partial_stats, self._counters, scale * LOG2_E, q.stride(0), stride_block, stride_half, stride_head,
-            tables.stride(0), BLOCK=kv.shape[3], **read_arguments(kv), **self._constants,
+            self._partial_stats, self._counters, factor, q.stride(0), stride_block, stride_half, stride_head,
+            tables.stride(0), CAP=cap, BLOCK=kv.shape[3], **read_arguments(kv), **self._constants,
         )  # fmt: skip
         return PrefixState(shared, self._sums, self._stats)

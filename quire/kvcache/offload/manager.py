@@ -165,9 +165,9 @@ class OffloadManager:
 
     def save_idle(self, count: int) -> int:
         """Save the cached blocks that would be evicted next, at most `count`; returns how many it copies."""
-        cache, pairs = self._tables.prefix_cache, []
+        tier_key, pairs = self._tables.tier_key, []
         for block in self._tables.pool.oldest(count):
-            key = cache.key_of(block)
+            key = tier_key(block)
             if key is not None and not self.is_saved(key):
                 pairs.append((key, block))
         return self.save(pairs, is_idle=True).pending

@@ -24,6 +24,8 @@ class KVSpec:
     num_layers: int
     num_kv_heads: int
     head_dim: int
+    latent_width: int = 0
+    """Latent attention: values a token, in place of keys and values by head."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,8 @@ class AttentionInputs:
     last: LastTokens | None = None
     """Set if only some hidden states are needed: a model with `supports_last_tokens` stops computing the other tokens
     once the keys and values of its last layer are written."""
+    has_context: bool = True
+    """Whether rows with several query tokens may have cached tokens from before this step. False: known not to."""
     plans: dict[Any, Any] = field(default_factory=dict)
     """What a backend computed for this step and needs again in the next layer."""
     siblings: tuple[AttentionInputs, ...] = ()
@@ -86,6 +90,19 @@ class AttentionInputs:
         return self.plans["tables", width]
 
 
+@dataclass(frozen=True, eq=False)
+class AttentionSpec:
+    """What a layer's attention computes: softmax(capped(q·k * scale) where visible [, sink]) · v."""
+
+    scale: float
+    window: int | None = None
+    """A query sees itself and the window - 1 tokens before it; None: every token before it."""
+    soft_cap: float | None = None
+    """Scores s become soft_cap * tanh(s / soft_cap)."""
+    sinks: torch.Tensor | None = None
+    """[heads]: a logit of each head that joins the softmax's denominator, and has no value."""
+
+
 @dataclass
 class LastTokens:
     """The tokens of a step whose hidden states are needed, each the last of its row."""
@@ -102,18 +119,63 @@ class AttentionBackend(Protocol):
     graph_safe: bool
     """Whether its kernels can be captured once and replayed for rows of other lengths."""
 
-    def prepare(self, heads: int, kv: LayerKV, inputs: AttentionInputs, window: int | None) -> None:
+    def prepare(self, heads: int, kv: LayerKV, inputs: AttentionInputs, spec: AttentionSpec) -> None:
         """Called in each layer before its keys are written: the place to compute what is needed once per step."""
         ...
 
-    def attend(
-        self, q: torch.Tensor, kv: LayerKV, inputs: AttentionInputs, scale: float, window: int | None
-    ) -> torch.Tensor:
+    def attend(self, q: torch.Tensor, kv: LayerKV, inputs: AttentionInputs, spec: AttentionSpec) -> torch.Tensor:
         """Causal attention of q [T, heads, head_dim] over the rows' cached tokens; returns [T, heads * head_dim].
 
         kv is one layer's cache [blocks, 2, kv_heads, block_size, head_dim] and already holds this step's tokens.
-        Query j of a row (counted from its last) sits at position context_len - query_len + j. With a window, a query
-        sees itself and the window - 1 tokens before it.
+        Query j of a row (counted from its last) sits at position context_len - query_len + j. With a window, blocks
+        that lie wholly before the window of a row's first query are not read: their entries in the table are stale.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class LatentShape:
+    """Sizes of latent attention."""
+
+    rank: int
+    """Values of the latent: of a token's vector without its rotated key."""
+    rope: int
+    nope: int
+    """Key dimensions that are not rotated."""
+    value: int
+
+    @property
+    def width(self) -> int:
+        """Values a token in the cache."""
+        return self.rank + self.rope
+
+    @property
+    def query(self) -> int:
+        """Dimensions of a head's queries and keys."""
+        return self.nope + self.rope
+
+
+class LatentBackend(Protocol):
+    """Latent attention (MLA) over the paged cache: keys and values of all heads come from one vector a token."""
+
+    def prepare(self, kv: torch.Tensor, inputs: AttentionInputs) -> None:
+        """Called in each layer before its latents are written: the place to compute what is needed once per step."""
+        ...
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        latent: torch.Tensor,
+        kv: torch.Tensor,
+        up: torch.Tensor,
+        inputs: AttentionInputs,
+        scale: float,
+    ) -> torch.Tensor:
+        """Causal attention of q [T, heads, nope + rope], rotated; returns [T, heads * value].
+
+        kv is one layer's cache [blocks, block_size, rank + rope] and already holds this step's tokens; latent
+        [T, rank + rope] is what was stored for the T tokens of q. up [heads, nope + value, rank]: a head's keys are
+        (up[:nope] @ latent, the rotated rest), its values up[nope:] @ latent.
         """
         ...
 

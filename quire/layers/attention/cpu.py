@@ -6,7 +6,7 @@ import torch
 
 from quire.kernels.cpu.build import library
 from quire.kernels.kv import LayerKV, QuantizedKV
-from quire.layers.attention.base import AttentionInputs
+from quire.layers.attention.base import AttentionInputs, AttentionSpec
 from quire.layers.attention.torch_paged import TorchPagedAttention
 
 
@@ -22,18 +22,19 @@ class CpuPagedAttention(TorchPagedAttention):
         self.is_native = native is not None
         self._attend = native.kernel("attend") if native else {}
 
-    def attend(
-        self, q: torch.Tensor, kv: LayerKV, inputs: AttentionInputs, scale: float, window: int | None
-    ) -> torch.Tensor:
+    def attend(self, q: torch.Tensor, kv: LayerKV, inputs: AttentionInputs, spec: AttentionSpec) -> torch.Tensor:
         if isinstance(kv, QuantizedKV):
-            return super().attend(q, kv, inputs, scale, window)
+            return super().attend(q, kv, inputs, spec)
         dtype = q.dtype
         kernel = self._attend.get(dtype)
         tokens, heads, head_dim = q.shape
         q_stride, head_stride, _ = q.stride()
         block_stride, _, _, slot_stride, _ = kv.stride()
         if kernel is None or kv.dtype != dtype or head_stride != head_dim or slot_stride != head_dim:
-            return super().attend(q, kv, inputs, scale, window)
+            return super().attend(q, kv, inputs, spec)
+        sinks = spec.sinks
+        if sinks is not None and sinks.dtype != dtype:
+            sinks = sinks.to(dtype)
         run, pack = kernel
         _, _, kv_heads, block_size, _ = kv.shape
         tables = inputs.block_tables
@@ -46,6 +47,7 @@ class CpuPagedAttention(TorchPagedAttention):
                 inputs.query_starts.data_ptr(),
                 inputs.context_lens.data_ptr(),
                 tables.data_ptr(),
+                0 if sinks is None else sinks.data_ptr(),
                 inputs.num_rows,
                 heads,
                 kv_heads,
@@ -55,8 +57,9 @@ class CpuPagedAttention(TorchPagedAttention):
                 block_stride,
                 tables.size(1),
                 tables.stride(0),
-                window or 0,
-                scale,
+                spec.window or 0,
+                spec.scale,
+                spec.soft_cap or 0.0,
                 torch.get_num_threads(),
             )
         )

@@ -6,9 +6,25 @@ import torch
 from torch import nn
 
 from quire.kernels.kv import LayerKV, QuantizedKV
-from quire.layers.attention.base import AttentionInputs, LastTokens
+from quire.layers.attention.base import AttentionInputs, AttentionSpec, LastTokens
 from quire.layers.build_context import BuildContext
 from quire.layers.linear import Heads
+from quire.loading.weights import Target
+
+
+class Sinks(nn.Module):
+    """A learned logit for each query head of this rank, see `AttentionSpec`."""
+
+    def __init__(self, build: BuildContext, heads: Heads, name: str) -> None:
+        super().__init__()
+        self.name = name
+        self.total = build.config.num_heads
+        self.keep = slice(heads.query.start, heads.query.stop)
+        self.weight = build.parameter(len(heads.query))
+
+    def targets(self) -> dict[str, list[Target]]:
+        """Those of the rank's heads."""
+        return {self.name: [Target(self.weight, (self.total,), (self.keep,))]}
 
 
 class Attention(nn.Module):
@@ -23,8 +39,11 @@ class Attention(nn.Module):
         cos_sin: torch.Tensor | None,
         norms: tuple[torch.Tensor, torch.Tensor, float] | None = None,
         scale: float | None = None,
+        soft_cap: float | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> None:
-        """`layer`: its index in the whole model. `scale`: 1 / sqrt(head_dim) if None."""
+        """`layer`: its index in the whole model, whose window it has. `scale`: 1 / sqrt(head_dim) if None. `soft_cap`
+        and `sinks` (of this rank's heads): see `AttentionSpec`."""
         super().__init__()
         self.ops = build.ops
         self.backend = build.attention
@@ -40,8 +59,9 @@ class Attention(nn.Module):
         scales = torch.ones(2, len(heads.kv), dtype=torch.float32, device=build.device) if has_scales else None
         self.register_buffer("kv_scales", scales, persistent=False)
         self.has_unit_scales = True
-        self.scale = heads.dim**-0.5 if scale is None else scale
-        self.window = build.config.windows[layer]
+        scale = heads.dim**-0.5 if scale is None else scale
+        self.spec = AttentionSpec(scale, build.config.windows[layer], soft_cap, sinks)
+        self.group = 0
 
     kv_scales: torch.Tensor | None
 
@@ -61,8 +81,9 @@ class Attention(nn.Module):
     ) -> torch.Tensor:
         """The heads' outputs [T, heads * head_dim]. With `last`: only of its tokens, but K and V of all are written."""
         kv = self.scaled(kv)
-        attended = inputs if last is None else last.inputs
-        self.backend.prepare(self.num_heads, kv, attended, self.window)
+        inputs = inputs.of(self.group)
+        attended = inputs if last is None else last.inputs.of(self.group)
+        self.backend.prepare(self.num_heads, kv, attended, self.spec)
         q = self.ops.prepare_qkv(
             qkv,
             positions,
@@ -74,4 +95,4 @@ class Attention(nn.Module):
             self.num_kv_heads,
             self.head_dim,
         )
-        return self.backend.attend(q if last is None else q[last.tokens], kv, attended, self.scale, self.window)
+        return self.backend.attend(q if last is None else q[last.tokens], kv, attended, self.spec)

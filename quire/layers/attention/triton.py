@@ -6,12 +6,19 @@ from typing import Any
 
 import torch
 
+from quire.errors import ConfigError
 from quire.kernels.kv import LayerKV, QuantizedKV, format_of
 from quire.kernels.triton.decode_attention import DecodeAttention
 from quire.kernels.triton.kv_widen import MIN_QUERIES, WidePlan, plan_wide, widen
 from quire.kernels.triton.prefill_attention import LONG_CONTEXT, plan_tiles, prefill_attention, prefill_tile
 from quire.kernels.triton.prefix_attention import PrefixAttention
-from quire.layers.attention.base import AttentionInputs, PrefixGroupBackend
+from quire.layers.attention.base import (
+    AttentionInputs,
+    AttentionSpec,
+    LatentBackend,
+    LatentShape,
+    PrefixGroupBackend,
+)
 
 
 class TritonPagedAttention(PrefixGroupBackend):
@@ -28,18 +35,32 @@ class TritonPagedAttention(PrefixGroupBackend):
         self._invariant = batch_invariant
         self._kernels: dict[tuple, Any] = {}
 
-    def prepare(self, heads: int, kv: LayerKV, inputs: AttentionInputs, window: int | None) -> None:
+    def latent(self, heads: int, shape: LatentShape) -> LatentBackend:
+        """The same for latent caches."""
+        from quire.layers.attention.triton_latent import TritonLatentAttention
+
+        if self._invariant:
+            raise ConfigError(
+                "batch_invariant is not implemented for latent attention: prompts and decodes sum in different orders",
+                "batch_invariant",
+                True,
+            )
+        if (heads, shape) not in self._kernels:
+            self._kernels[heads, shape] = TritonLatentAttention(heads, shape)
+        return self._kernels[heads, shape]
+
+    def prepare(self, heads: int, kv: LayerKV, inputs: AttentionInputs, spec: AttentionSpec) -> None:
         if inputs.rows is None:
             inputs.rows = torch.arange(inputs.num_rows, dtype=torch.int32, device=kv.device)
-        key = ("decode", window)
+        shape, window = _shape(heads, kv), spec.window
         decodes = self._decodes(inputs)
-        if decodes and key not in inputs.plans:
+        if decodes and ("decode", window, shape) not in inputs.plans:
             kernel = self._kernel(DecodeAttention, heads, kv, inputs)
             groups = inputs.groups if window is None else None
             shared = None if groups is None else groups.shared
             if groups is not None:
                 prefix = self._kernel(PrefixAttention, heads, kv, inputs)
-                inputs.plans["prefix", window] = (
+                inputs.plans["prefix", window, shape] = (
                     prefix,
                     prefix.plan(
                         groups.members, groups.starts, groups.shared, inputs.rows, inputs.num_decodes,
@@ -47,43 +68,44 @@ class TritonPagedAttention(PrefixGroupBackend):
                     ),
                 )  # fmt: skip
             plan = kernel.plan(inputs.context_lens, inputs.rows, inputs.num_decodes, window, shared)
-            inputs.plans[key] = (kernel, plan)
-        if decodes < inputs.num_rows and "tiles" not in inputs.plans:
+            inputs.plans["decode", window, shape] = (kernel, plan)
+        if decodes < inputs.num_rows and ("tiles", shape) not in inputs.plans:
             is_long = self._invariant or inputs.max_context_len > LONG_CONTEXT
             tile = prefill_tile(kv.shape[4], kv.dtype.itemsize, is_long)
             tiles = plan_tiles(
                 inputs.query_starts, inputs.context_lens, inputs.rows, decodes, inputs.num_rows, inputs.num_tokens,
                 tile.tokens(heads // kv.shape[2]),
             )  # fmt: skip
-            inputs.plans["tiles"] = (tiles, tile)
-            if not self._invariant and isinstance(kv, QuantizedKV) and kv.unit_scales:
-                inputs.plans["wide"] = self._plan_wide(kv, inputs, decodes)
+            inputs.plans["tiles", shape] = (tiles, tile)
+        if window is not None or self._invariant or decodes == inputs.num_rows or ("wide", shape) in inputs.plans:
+            return
+        if isinstance(kv, QuantizedKV) and kv.unit_scales:
+            inputs.plans["wide", shape] = self._plan_wide(kv, inputs, decodes)
 
-    def attend(
-        self, q: torch.Tensor, kv: LayerKV, inputs: AttentionInputs, scale: float, window: int | None
-    ) -> torch.Tensor:
+    def attend(self, q: torch.Tensor, kv: LayerKV, inputs: AttentionInputs, spec: AttentionSpec) -> torch.Tensor:
         tokens, heads, head_dim = q.shape
+        shape, scale, window = _shape(heads, kv), spec.scale, spec.window
         out = torch.empty(tokens, heads * head_dim, dtype=q.dtype, device=q.device)
         decodes = self._decodes(inputs)
         if decodes:
             state = None
-            if inputs.groups is not None and ("prefix", window) in inputs.plans:
-                prefix, tiles = inputs.plans["prefix", window]
-                state = prefix.attend(q, kv, inputs.block_tables, inputs.groups.shared, tiles, scale)
-            kernel, plan = inputs.plans["decode", window]
+            if inputs.groups is not None and ("prefix", window, shape) in inputs.plans:
+                prefix, tiles = inputs.plans["prefix", window, shape]
+                state = prefix.attend(q, kv, inputs.block_tables, inputs.groups.shared, tiles, scale, spec.soft_cap)
+            kernel, plan = inputs.plans["decode", window, shape]
             kernel.attend(
                 q, kv, out, inputs.block_tables, inputs.rows, inputs.context_lens, plan, decodes, scale, window,
-                state,
+                state, spec.soft_cap, spec.sinks,
             )  # fmt: skip
         if decodes < inputs.num_rows:
-            tiles, tile = inputs.plans["tiles"]
-            wide: WidePlan | None = inputs.plans.get("wide")
+            tiles, tile = inputs.plans["tiles", shape]
+            wide: WidePlan | None = inputs.plans.get(("wide", shape)) if window is None else None
             tables = inputs.block_tables
             if wide is not None:
                 assert isinstance(kv, QuantizedKV) and inputs.rows is not None
                 kv = widen(kv, tables, inputs.rows, inputs.context_lens, inputs.num_rows, wide)
                 tables = wide.tables
-            prefill_attention(q, kv, out, tables, tiles, scale, window, tile)
+            prefill_attention(q, kv, out, tables, tiles, scale, window, tile, spec.soft_cap, spec.sinks)
         return out
 
     def _plan_wide(self, kv: QuantizedKV, inputs: AttentionInputs, decodes: int) -> WidePlan | None:
@@ -106,3 +128,8 @@ class TritonPagedAttention(PrefixGroupBackend):
         if key not in self._kernels:
             self._kernels[key] = kind(heads, kv_heads, head_dim, rows, kv.dtype, kv.device, quantized=quantized)
         return self._kernels[key]
+
+
+def _shape(heads: int, kv: LayerKV) -> tuple[int, int, int]:
+    """What a step's plans depend on besides the window: layers may differ."""
+    return heads, kv.shape[2], kv.shape[4]

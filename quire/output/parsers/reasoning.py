@@ -8,11 +8,23 @@ from quire.output.parsers.deltas import Content, Reasoning
 from quire.output.parsers.incremental import SPACE_RUN, SPACES, IncrementalParser, Reads
 from quire.registry import resolve
 
+_TAGS = "quire.output.parsers.reasoning.ThinkSplit"
 REASONING_PARSERS = {
-    "deepseek_r1": "quire.output.parsers.reasoning.ThinkSplit",
+    "deepseek_r1": _TAGS,
+    "deepseek_v3": _TAGS,
+    "gemma4": "quire.output.parsers.reasoning.Gemma4ThinkSplit",
+    "glm45": _TAGS,
+    "glm47": _TAGS,
+    "granite": "quire.output.parsers.reasoning.GraniteThinkSplit",
+    "kimi_k2": _TAGS,
+    "minimax_m2": _TAGS,
     "mistral": "quire.output.parsers.reasoning.MistralThinkSplit",
-    "qwen3": "quire.output.parsers.reasoning.ThinkSplit",
-    "think": "quire.output.parsers.reasoning.ThinkSplit",
+    "nemotron_v3": _TAGS,
+    "olmo3": _TAGS,
+    "openai_gptoss": "quire.output.parsers.harmony.HarmonySplit",
+    "qwen3": _TAGS,
+    "seed_oss": "quire.output.parsers.reasoning.SeedThinkSplit",
+    "think": _TAGS,
 }
 
 
@@ -37,9 +49,19 @@ class ThinkSplit(IncrementalParser):
         """Whether an answer to this prompt (rendered by the chat template) starts inside the reasoning."""
         return prompt.rstrip(SPACES).endswith(cls.opening)
 
+    other_openings: ClassVar[tuple[str, ...]] = ()
+    other_closings: ClassVar[tuple[str, ...]] = ()
+    """Other words for the same; they begin with the same character."""
+
+    def _take_any(self, *words: str) -> Reads[bool]:
+        for word in words:
+            if (yield from self._take_word(word)):
+                return True
+        return False
+
     def _run(self) -> Reads[None]:
         spaces = yield from self._take_run(SPACE_RUN)
-        if (yield from self._take_word(self.opening)) or self._opened:
+        if (yield from self._take_any(self.opening, *self.other_openings)) or self._opened:
             yield from self._skip_spaces()
             yield from self._reason()
             yield from self._skip_spaces()
@@ -51,7 +73,7 @@ class ThinkSplit(IncrementalParser):
     def _reason(self) -> Reads[None]:
         spaces: list[str] = []
         while (yield from self._peek()):
-            if (yield from self._take_word(self.closing)):
+            if (yield from self._take_any(self.closing, *self.other_closings)):
                 return
             # No closing tag here: continue at the next place that may begin one.
             end = self._text.find(self.closing[0], self._at + 1)
@@ -70,6 +92,35 @@ class MistralThinkSplit(ThinkSplit):
     opening = "[THINK]"
     closing = "[/THINK]"
     needs_special_tokens = True
+
+
+class SeedThinkSplit(ThinkSplit):
+    """Seed-OSS."""
+
+    opening = "<seed:think>"
+    closing = "</seed:think>"
+
+
+class Gemma4ThinkSplit(ThinkSplit):
+    """Gemma 4: a channel named `thought`; its marks are special tokens."""
+
+    opening = "<|channel>thought"
+    closing = "<channel|>"
+    needs_special_tokens = True
+
+
+class GraniteThinkSplit(ThinkSplit):
+    """Granite 3.2 writes words instead of tags, with or without an apostrophe."""
+
+    opening = "Here is my thought process:"
+    closing = "Here is my response:"
+    other_openings = ("Here's my thought process:",)
+    other_closings = ("Here's my response:",)
+
+
+def guess_reasoning_parser(template: str | None) -> str | None:
+    """The parser without which answers to a chat template's prompts cannot be read; None: they can."""
+    return "openai_gptoss" if template is not None and "<|channel|>" in template and "<|message|>" in template else None
 
 
 def make_reasoning_split(name: str, prompt: str = "") -> ThinkSplit:

@@ -15,8 +15,27 @@ NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
 
 _CALLS = '[{"name": "a tool\'s name", "parameters": {"a parameter": "its value"}}]'
 
-MARKS = (("<tool_call>", "hermes"), ("[TOOL_CALLS]", "mistral"), ("<|python_tag|>", "llama3_json"))
-"""Markers that chat templates write around calls, and the parser of that notation."""
+MARKS = (
+    ("<|channel|>", "openai"),
+    ("<function=", "qwen3_coder"),
+    ("<arg_key>", "glm45"),
+    ("<minimax:tool_call>", "minimax_m2"),
+    ("<seed:tool_call>", "seed_oss"),
+    ("｜DSML｜", "deepseek_v32"),
+    ("function<｜tool▁sep｜>", "deepseek_v3"),
+    ("<｜tool▁call▁begin｜>' + tool['type'] + '<｜tool▁sep｜>", "deepseek_v3"),
+    ("<｜tool▁calls▁begin｜>", "deepseek_v31"),
+    ("<|tool_calls_section_begin|>", "kimi_k2"),
+    ("<start_function_call>", "functiongemma"),
+    ("<|tool_call>call:", "gemma4"),
+    ("<|tool_call>", "gemma4"),
+    ("functools", "phi4_mini_json"),
+    ("<|tool_call|>", "granite"),
+    ("<tool_call>", "hermes"),
+    ("[TOOL_CALLS]", "mistral"),
+    ("<|python_tag|>", "llama3_json"),
+)
+"""Markers that chat templates write around calls, and the parser of that notation; the first that is found counts."""
 
 
 class OfferedFunction(Protocol):
@@ -103,9 +122,9 @@ class ToolPlan:
             return None
         if self.named is not None:
             return NamedCallReader(self.named)
-        names = {function.name for function in self._functions}
+        offered = {function.name: function.parameters for function in self._functions}
         # A constrained answer is plain JSON, whatever the model's own notation is.
-        return make_tool_parser("json" if self.required else self._parser, names)
+        return make_tool_parser("json" if self.required else self._parser, offered)
 
     def constraint(self) -> StructuredOutputsParams | None:
         """The structured output that enforces required calls. On one line: weak models emit endless line breaks."""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
+from quire.kernels.gates import PLAIN_EXPERTS, ExpertVariant
 from quire.kernels.triton.moe.common import ChosenExperts, ExpertsConfig, ExpertsShape
 from quire.kernels.triton.moe.layout import LARGE, SMALL, arrange
 from quire.kernels.triton.moe.route import MAX_EXPERTS, route
@@ -28,11 +29,13 @@ def experts(
     gate_up: torch.Tensor,
     down: torch.Tensor,
     config: ExpertsConfig,
+    variant: ExpertVariant = PLAIN_EXPERTS,
 ) -> torch.Tensor:
     """`Ops.experts` by the kernel of `config`."""
     if config.kernel == "vector":
-        return vector_experts(x, ChosenExperts(chosen.shape[1], weights, chosen), gate_up, down, config)
-    return tile_experts(x, weights, chosen, gate_up, down, config)
+        routing = ChosenExperts(chosen.shape[1], weights, chosen)
+        return vector_experts(x, routing, gate_up, down, config, variant=variant)
+    return tile_experts(x, weights, chosen, gate_up, down, config, variant)
 
 
 def shape_of(gate_up: torch.Tensor, top_k: int) -> ExpertsShape:
@@ -48,6 +51,7 @@ def launches(
     renormalise: bool,
     routed: int,
     configs: Iterable[ExpertsConfig],
+    variant: ExpertVariant = PLAIN_EXPERTS,
 ) -> dict[object, Task]:
     """Tasks that launch the kernels of these configurations, each once, for one token of zeros. `routed`: number of
     experts the router chooses among, on all ranks."""
@@ -65,13 +69,16 @@ def launches(
 
     def vector(config: ExpertsConfig, fused_norm: bool) -> None:
         norm = (zeros(hidden), 1e-6) if fused_norm else None
-        vector_experts(zeros(1, hidden), ChosenExperts(top_k, weights(), chosen()), gate_up, down, config, norm)
+        routing = ChosenExperts(top_k, weights(), chosen())
+        vector_experts(zeros(1, hidden), routing, gate_up, down, config, norm, variant)
 
     def gate_up_tiles(config: ExpertsConfig) -> None:
-        tile_gate_up(zeros(1, hidden), arrange(chosen(), count, config.block_m), gate_up, top_k, config)
+        layout = arrange(chosen(), count, config.block_m)
+        tile_gate_up(zeros(1, hidden), layout, gate_up, top_k, config, variant.gate_up_bias, variant.activation)
 
     def down_tiles(config: ExpertsConfig) -> None:
-        tile_down(zeros(top_k, width), arrange(chosen(), count, config.block_m), down, top_k, config)
+        layout = arrange(chosen(), count, config.block_m)
+        tile_down(zeros(top_k, width), layout, down, top_k, config, variant.down_bias)
 
     tasks: dict[object, Task] = {
         "route": lambda: route(

@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from quire.kernels.gates import PLAIN_EXPERTS, ExpertVariant
 from quire.kernels.triton.gates import gate_mul
 from quire.kernels.triton.launch import gdc_launch_dependents, gdc_wait, pdl
 from quire.kernels.triton.moe.common import ExpertsConfig, GemmTile
@@ -177,12 +178,13 @@ def tile_experts(
     gate_up: torch.Tensor,
     down: torch.Tensor,
     config: ExpertsConfig,
+    variant: ExpertVariant = PLAIN_EXPERTS,
 ) -> torch.Tensor:
     """`Ops.experts` for any number of tokens."""
     top_k = experts.shape[1]
     layout = arrange(experts, gate_up.shape[0], config.block_m)
-    features = tile_gate_up(x, layout, gate_up, top_k, config)
-    results = tile_down(features, layout, down, top_k, config)
+    features = tile_gate_up(x, layout, gate_up, top_k, config, variant.gate_up_bias, variant.activation)
+    results = tile_down(features, layout, down, top_k, config, variant.down_bias)
     return combine(results, weights, experts, gate_up.shape[0])
 
 

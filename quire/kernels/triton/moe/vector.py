@@ -24,6 +24,8 @@ import torch
 import triton
 import triton.language as tl
 
+from quire.kernels.gates import PLAIN_EXPERTS, ExpertVariant
+from quire.kernels.triton.gates import gate_mul
 from quire.kernels.triton.launch import gdc_launch_dependents, gdc_wait, pdl
 from quire.kernels.triton.moe.common import ChosenExperts, ExpertsConfig, GemmTile
 from quire.kernels.triton.skinny_gemm.vector import apply_gain, load_chunks, partials, weight_rows
@@ -31,9 +33,9 @@ from quire.kernels.triton.skinny_gemm.vector import apply_gain, load_chunks, par
 
 @triton.jit
 def _gate_up(
-    x, gain, experts, weight, y, eps,
+    x, gain, experts, weight, bias, y, eps,
     E: tl.constexpr, TOP: tl.constexpr, N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_K: tl.constexpr, WIDE: tl.constexpr, ACTIVATION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     CHUNKS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     BLOCKS: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
@@ -59,10 +61,15 @@ def _gate_up(
         scale = tl.rsqrt(tl.sum(squares, 0) / K + eps)
     part = partials(tiles[:CHUNKS], (vector,), 1, BLOCK_N, BLOCK_K, CHUNKS, WIDE)
     gated = partials(tiles[CHUNKS:], (vector,), 1, BLOCK_N, BLOCK_K, CHUNKS, WIDE)
-    out, up = tl.split(tl.sum(tl.join(part, gated), 1))
-    out *= scale
-    out = out / (1 + tl.exp(-out)) * (up * scale)
+    gate, up = tl.split(tl.sum(tl.join(part, gated), 1))
+    gate *= scale
+    up *= scale
     column = first + tl.arange(0, BLOCK_N)
+    if bias is not None:
+        at = bias + expert.to(tl.int64) * (2 * N) + column
+        gate += tl.load(at, mask=column < N, other=0.0).to(tl.float32)
+        up += tl.load(at + N, mask=column < N, other=0.0).to(tl.float32)
+    out = gate_mul(gate, up, ACTIVATION)
     tl.store(y + pair * N + column, out.to(y.dtype.element_ty), mask=column < N)
 
 
@@ -94,7 +101,7 @@ def _accumulate(
 
 @triton.jit
 def _down(
-    x, weights, experts, weight, y,
+    x, weights, experts, weight, bias, y,
     E: tl.constexpr, TOP: tl.constexpr, N: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, WIDE: tl.constexpr, CHUNKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -123,7 +130,10 @@ def _down(
             ahead = _load_weights(at, ours, first + STEP, K, BLOCK_K, CHUNKS)
             part = _accumulate(part, tiles, source, ours, first, K, SLOTS, BLOCK_N, BLOCK_K, WIDE, CHUNKS)
             tiles = ahead
-    out = tl.sum(tl.sum(part, 2) * share[:, None], 0)
+    total = tl.sum(part, 2)
+    if bias is not None:
+        total += tl.load(bias + line, mask=ours[:, None], other=0.0).to(tl.float32)
+    out = tl.sum(total * share[:, None], 0)
     tl.store(y + token * N + column, out.to(y.dtype.element_ty), mask=column < N)
 
 
@@ -134,10 +144,11 @@ def vector_experts(
     down: torch.Tensor,
     config: ExpertsConfig,
     norm: tuple[torch.Tensor, float] | None = None,
+    variant: ExpertVariant = PLAIN_EXPERTS,
 ) -> torch.Tensor:
     """`Ops.experts` for few tokens; `norm`: x is normed with (gain, eps) first."""
-    features = vector_gate_up(x, routing, gate_up, config.gate_up, norm)
-    return vector_down(features, routing, down, config.down)
+    features = vector_gate_up(x, routing, gate_up, config.gate_up, norm, variant.gate_up_bias, variant.activation)
+    return vector_down(features, routing, down, config.down, variant.down_bias)
 
 
 def vector_gate_up(
@@ -146,8 +157,10 @@ def vector_gate_up(
     weight: torch.Tensor,
     block: GemmTile,
     norm: tuple[torch.Tensor, float] | None,
+    bias: torch.Tensor | None = None,
+    activation: str = "silu",
 ) -> torch.Tensor:
-    """silu(gate) * up of every pair [tokens * top_k, width].
+    """silu(gate) * up, or another activation, of every pair [tokens * top_k, width].
 
     Bytes: the two weights of each pair's expert; the input and the gain once per program, from cache. Operations: one
     conversion and one multiply-add per weight.
@@ -158,13 +171,19 @@ def vector_gate_up(
     out = x.new_empty((pairs, width))
     gain, eps = norm or (None, 0.0)
     _gate_up[(pairs * triton.cdiv(width, block.n),)](
-        x, gain, routing.experts, weight, out, eps,
+        x, gain, routing.experts, weight, bias, out, eps, ACTIVATION=activation,
         **_gate_up_constants(experts, routing.top_k, width, depth, block, x.element_size()),
     )  # fmt: skip
     return out
 
 
-def vector_down(features: torch.Tensor, routing: ChosenExperts, weight: torch.Tensor, block: GemmTile) -> torch.Tensor:
+def vector_down(
+    features: torch.Tensor,
+    routing: ChosenExperts,
+    weight: torch.Tensor,
+    block: GemmTile,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
     """The weighted sum over each token's experts [tokens, hidden].
 
     Bytes: the weight of each pair's expert; the features once per program, from cache. Operations: one conversion and
@@ -174,7 +193,7 @@ def vector_down(features: torch.Tensor, routing: ChosenExperts, weight: torch.Te
     tokens = features.shape[0] // routing.top_k
     out = features.new_empty((tokens, hidden))
     _down[(tokens * triton.cdiv(hidden, block.n),)](
-        features, routing.weights, routing.experts, weight, out,
+        features, routing.weights, routing.experts, weight, bias, out,
         **_down_constants(experts, routing.top_k, hidden, width, block, features.element_size()),
     )  # fmt: skip
     return out

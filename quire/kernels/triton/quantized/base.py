@@ -8,6 +8,8 @@ from typing import Any
 import torch
 
 from quire.kernels.base import CompilableKernel, Ops
+from quire.kernels.gates import PLAIN_EXPERTS, ExpertVariant
+from quire.kernels.routing import RouteRule
 from quire.kernels.triton.quantized.experts import expert_kernels, goes_pair_by_pair, quantized_experts
 
 
@@ -90,6 +92,8 @@ class QuantizedProducts:
         renormalise: bool,
         counts: torch.Tensor | None = None,
         slots: torch.Tensor | None = None,
+        rule: RouteRule | None = None,
+        variant: ExpertVariant = PLAIN_EXPERTS,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if (
             x is not None
@@ -97,14 +101,21 @@ class QuantizedProducts:
             and goes_pair_by_pair(x, gate_up, down, top_k, self.invariant)
         ):
             # Four kernels: the norm is fused into the router's GEMM and into the experts' first one.
-            logits, stream = self.ops.norm_linear(x, residual, gain, eps, router)
-            weights, experts = self.ops.route(logits, top_k, renormalise, counts, slots)
-            out = quantized_experts(stream, weights, experts, gate_up, down, norm=(gain, eps))
+            logits, stream = self.ops.norm_linear(x, residual, gain, eps, router, variant.router_bias)
+            weights, experts = self.ops.route(logits, top_k, renormalise, counts, slots, rule)
+            out = quantized_experts(
+                stream, weights, experts, gate_up, down, variant.activation, variant.gate_up_bias, variant.down_bias,
+                norm=(gain, eps),
+            )  # fmt: skip
             assert out is not None
             return out, stream
         normed, stream = self.ops.norm_stream(x, residual, gain, eps)
-        weights, experts = self.ops.route(self.ops.linear(normed, router), top_k, renormalise, counts, slots)
-        return self.experts(normed, weights, experts, gate_up, down), stream
+        logits = self.ops.linear(normed, router, variant.router_bias)
+        weights, experts = self.ops.route(logits, top_k, renormalise, counts, slots, rule)
+        out = self.experts(
+            normed, weights, experts, gate_up, down, variant.activation, variant.gate_up_bias, variant.down_bias
+        )
+        return out, stream
 
     def kernels_of(
         self, weight: Any, normed: bool, gated: bool, bias: bool, max_rows: int
@@ -112,6 +123,9 @@ class QuantizedProducts:
         return []
 
     def expert_kernels_of(
-        self, gate_up: Any, down: Any, top_k: int, renormalise: bool, routed: int, max_tokens: int
-    ) -> dict[object, Callable[[], object]]:
-        return expert_kernels(gate_up, down, top_k, renormalise, routed, max_tokens, self.invariant)
+        self, gate_up: Any, down: Any, top_k: int, renormalise: bool, routed: int, max_tokens: int,
+        activation: str = "silu", biased: bool = False,
+    ) -> dict[object, Callable[[], object]]:  # fmt: skip
+        return expert_kernels(
+            gate_up, down, top_k, renormalise, routed, max_tokens, self.invariant, activation, biased
+        )  # fmt: skip

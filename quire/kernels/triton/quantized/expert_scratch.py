@@ -89,11 +89,16 @@ def scratch_experts(
     """`Ops.experts` for very many tokens; `config` is that of 16-bit experts."""
     top_k, count = routing.top_k, gate_up.experts
     layout = arrange(routing.experts, count, config.block_m)
-    matrices = dequantize_stack(gate_up, _buffer(gate_up, down))
+    matrices = _values(gate_up, gate_up, down)
     features = tile_gate_up(x, layout, matrices, top_k, config, gate_up_bias, activation)
-    matrices = dequantize_stack(down, _buffer(gate_up, down))
+    matrices = _values(down, gate_up, down)
     results = tile_down(features, layout, matrices, top_k, config, down_bias)
     return combine(results, routing.weights, routing.experts, count)
+
+
+def _values(stack: Stack, gate_up: Stack, down: Stack) -> torch.Tensor:
+    """The numbers of one of the two stacks: its copy, or what is written to the buffer of both."""
+    return dequantize_stack(stack, _buffer(gate_up, down)) if stack.copy is None else stack.copy
 
 
 def dequantize_stack(stack: Stack, buffer: torch.Tensor) -> torch.Tensor:

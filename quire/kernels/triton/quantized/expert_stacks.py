@@ -38,6 +38,8 @@ class Stack:
     """Inputs that share a scale; of `block`: outputs that share one."""
     half: int = 0
     """Half a span: a byte holds inputs j and j + half (4 bits)."""
+    copy: torch.Tensor | None = None
+    """The same numbers in `dtype`, if memory is spent on them."""
 
     @property
     def experts(self) -> int:
@@ -86,7 +88,7 @@ def stack_of(weight: QuantizedWeight) -> Stack | None:
             return None
         return Stack(
             f"int{weight.bits}", shape, weight.dtype, weight.codes, weight.scale, weight.zero, weight.minimum,
-            group=weight.group, half=half,
+            group=weight.group, half=half, copy=weight.copy,
         )  # fmt: skip
     if isinstance(weight, Fp4Weight):
         half = byte_span(inputs) // 2
@@ -94,8 +96,9 @@ def stack_of(weight: QuantizedWeight) -> Stack | None:
             return None
         kind = "nvfp4" if weight.factor is not None else "mxfp4"
         return Stack(
-            kind, shape, weight.dtype, weight.codes, weight.scale, factor=weight.factor, group=weight.group, half=half
-        )
+            kind, shape, weight.dtype, weight.codes, weight.scale, factor=weight.factor, group=weight.group, half=half,
+            copy=weight.copy,
+        )  # fmt: skip
     return None
 
 

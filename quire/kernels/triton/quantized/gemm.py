@@ -112,7 +112,9 @@ class WeightOnlyConfig:
     tiles: int = 1
     """Tiles of a program, one after the other (`few`)."""
     early: bool = False
-    """Whether dependents are launched before `gdc_wait` rather than after (`few`)."""
+    """Whether dependents are launched before `gdc_wait` rather than after (`few`, `stream`)."""
+    steps: int = 1
+    """Spans of a warp in a stage (`stream`)."""
 
 
 @dataclass(slots=True)

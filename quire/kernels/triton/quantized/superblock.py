@@ -477,8 +477,8 @@ class SuperblockProducts(QuantizedProducts):
             return torch.empty_like(x)
         plain = activation == "silu" and gate_up_bias is None and down_bias is None
         if plain and not (x.dtype.itemsize == 2 and (self.invariant or experts.numel() <= MAX_PAIRS)):
-            stacks = (superblock_values(weight.flat, x.dtype).view(weight.shape) for weight in (gate_up, down))
-            return self.ops.experts(x, weights, experts, *stacks)
+            first, second = (superblock_values(each.flat, x.dtype).view(each.shape) for each in (gate_up, down))
+            return self.ops.experts(x, weights, experts, first, second)
         if x.dtype.itemsize != 2:
             return super().experts(x, weights, experts, gate_up, down, activation, gate_up_bias, down_bias)
         chosen = experts.flatten().clamp(0, gate_up.shape[0] - 1)
@@ -512,6 +512,8 @@ class SuperblockProducts(QuantizedProducts):
         renormalise: bool,
         routed: int,
         max_tokens: int,
+        activation: str = "silu",
+        biased: bool = False,
     ) -> dict[object, Callable[[], object]]:
         def launch() -> None:
             x = torch.zeros(1, gate_up.shape[2], dtype=gate_up.dtype, device=gate_up.device)

@@ -7,7 +7,7 @@ import re
 import secrets
 import string
 from collections.abc import Callable, Collection
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 from quire.output.parsers.deltas import CallArguments, CallEnd, CallStart, Content, Delta, ParsedAnswer
 from quire.output.parsers.incremental import SPACES, IncrementalParser, Reads
@@ -271,12 +271,37 @@ def as_arguments(value: str | None) -> str | None:
     return scanner.take() if is_object else None
 
 
+def to_json(value: Any) -> str:
+    """A value as JSON that can be sent as UTF-8. Raises ValueError for one that JSON cannot represent."""
+    written = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    # Of a lone surrogate only the escape can be sent.
+    return _SURROGATES.sub(lambda found: f"\\u{ord(found[0]):04x}", written)
+
+
 TOOL_PARSERS = {
+    "deepseek_v3": "quire.output.parsers.tools.deepseek.DeepSeekV3Parser",
+    "deepseek_v31": "quire.output.parsers.tools.deepseek.DeepSeekV31Parser",
+    "deepseek_v32": "quire.output.parsers.tools.xml.DeepSeekV32Parser",
+    "functiongemma": "quire.output.parsers.tools.gemma.FunctionGemmaParser",
+    "gemma4": "quire.output.parsers.tools.gemma.Gemma4Parser",
+    "glm45": "quire.output.parsers.tools.xml.Glm45Parser",
+    "glm47": "quire.output.parsers.tools.xml.Glm45Parser",
+    "granite": "quire.output.parsers.tools.marked_json.GraniteParser",
+    "granite4": "quire.output.parsers.tools.hermes.HermesParser",
     "hermes": "quire.output.parsers.tools.hermes.HermesParser",
+    "jamba": "quire.output.parsers.tools.marked_json.JambaParser",
     "json": "quire.output.parsers.tools.json.JsonParser",
+    "kimi_k2": "quire.output.parsers.tools.deepseek.KimiK2Parser",
     "llama3_json": "quire.output.parsers.tools.llama3_json.Llama3JsonParser",
+    "llama4_pythonic": "quire.output.parsers.tools.pythonic.PythonicParser",
+    "minimax_m2": "quire.output.parsers.tools.xml.MiniMaxM2Parser",
     "mistral": "quire.output.parsers.tools.mistral.MistralParser",
+    "openai": "quire.output.parsers.harmony.HarmonyParser",
+    "phi4_mini_json": "quire.output.parsers.tools.marked_json.Phi4MiniParser",
     "pythonic": "quire.output.parsers.tools.pythonic.PythonicParser",
+    "qwen3_coder": "quire.output.parsers.tools.xml.Qwen3CoderParser",
+    "qwen3_xml": "quire.output.parsers.tools.xml.Qwen3CoderParser",
+    "seed_oss": "quire.output.parsers.tools.xml.SeedOssParser",
 }
 
 
@@ -290,7 +315,8 @@ def make_tool_parser(
 ) -> ToolParser:
     """A fresh parser for one answer; `name` is one of `TOOL_PARSERS` or a dotted path to a class.
 
-    `offered` names the tools of the request, and `new_id` makes the ids of calls (default: the format's own).
+    `offered` names the tools of the request; if it is a mapping, its values are their JSON schemas, which some formats
+    need to tell numbers from strings. `new_id` makes the ids of calls (default: the format's own).
     """
     parser = resolve("tool-call parser", name, TOOL_PARSERS)
     made: ToolParser = parser(offered) if new_id is None else parser(offered, new_id)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import ast
-import json
 import re
 import warnings
 from typing import Any
 
 from quire.output.parsers.incremental import Reads
-from quire.output.parsers.tools.base import CallParser
+from quire.output.parsers.tools.base import CallParser, to_json
 
 _NAME = re.compile(r"[\w.]+")
 _CODE = re.compile(r"""[^"'()\[\]{},#]+""")
@@ -123,7 +122,10 @@ def arguments_of(written: list[str]) -> str | None:
             values[name] = _literal(_parse(source))
         except (ValueError, SyntaxError, RecursionError, MemoryError):
             return None
-    return _to_json(values)
+    try:
+        return to_json(values)
+    except ValueError:  # infinity, or an integer of thousands of digits
+        return None
 
 
 def _parse(source: str) -> ast.expr:
@@ -153,15 +155,3 @@ def _key(node: ast.expr | None) -> str:
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
     raise ValueError("a key of a JSON object must be a string")
-
-
-def _to_json(values: dict[str, Any]) -> str | None:
-    try:
-        written = json.dumps(values, ensure_ascii=False, allow_nan=False)
-    except ValueError:  # infinity, or an integer of thousands of digits
-        return None
-    try:
-        written.encode()
-    except UnicodeEncodeError:  # a lone surrogate: only its escape can be sent
-        return json.dumps(values)
-    return written

@@ -1,0 +1,154 @@
+"""Recurrent layers as kernels see them: the weights of a layer's recurrence, its states, and the rows of a step.
+
+A recurrent layer keeps two things for each row. The *state* of its recurrence: a matrix [value_dim, key_dim] float32
+for each head, one piece each. The last inputs of its causal convolution, in a *ring*: the input of position p is in
+slot p % ring_slots, in pieces of some channels [ring_slots, channels of a piece]. With `queries` tokens a step the ring
+has taps - 1 + queries slots, so what a step writes never overlaps what it reads: programs that share channels need not
+wait for each other, and a ring is right after any prefix of a step's tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+STATE, RING = 0, 1
+"""Indices of a layer's parts."""
+
+
+class PartLike(Protocol):
+    """A `StatePart`."""
+
+    @property
+    def count(self) -> int: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+
+class States(Protocol):
+    """A `StateView`: the states of a layer, in pages."""
+
+    @property
+    def memory(self) -> torch.Tensor: ...
+
+    @property
+    def parts(self) -> tuple[Any, ...]: ...
+
+    @property
+    def pages(self) -> tuple[torch.Tensor, ...]: ...
+
+    @property
+    def offsets(self) -> tuple[torch.Tensor, ...]: ...
+
+    def read(self, part: int, tables: torch.Tensor) -> torch.Tensor: ...
+
+    def write(self, part: int, tables: torch.Tensor, values: torch.Tensor) -> None: ...
+
+
+class StepRows(Protocol):
+    """`AttentionInputs` of the group that the layer's states belong to.
+
+    A row with tokens in the step but a context of 0 is padding: it has no state, and its outputs are zeros.
+    """
+
+    query_starts: torch.Tensor
+    context_lens: torch.Tensor
+    block_tables: torch.Tensor
+    rows: torch.Tensor | None
+    num_rows: int
+    num_tokens: int
+    num_decodes: int
+    max_query_len: int
+    plans: dict[Any, Any]
+
+    def own_tables(self, width: int) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True)
+class DeltaNet:
+    """A gated delta net (arXiv 2412.06464). For each value head, over a row's tokens:
+
+    q, k, v = silu(convolution); q and k l2-normalized, q / sqrt(key_dim); g = decay * softplus(a + dt_bias);
+    S <- e^g S; S <- S + sigmoid(b) (v - S k) k^T; out = rms_norm(S q) * silu(z).
+
+    The layer's input is one matrix [tokens, q | k | v | z | b | a]. Value head h has key head h // repeat.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    conv: torch.Tensor
+    """[taps, channels of q, k and v]: the last tap is of the token itself."""
+    decay: torch.Tensor
+    """[value_heads] float32: -exp(A_log)."""
+    dt_bias: torch.Tensor
+    """[value_heads] float32."""
+    norm: torch.Tensor
+    """[value_dim]"""
+    eps: float
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution."""
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+    @property
+    def first_channel(self) -> int:
+        """Where the convolution's inputs begin in the layer's input."""
+        return 0
+
+    bias = None
+
+    @property
+    def width(self) -> int:
+        """Of the outputs."""
+        return self.value_heads * self.value_dim
+
+
+@dataclass(frozen=True)
+class Mamba2:
+    """A Mamba 2 mixer (arXiv 2405.21060). For each head, over a row's tokens:
+
+    x, B, C = silu(convolution); dt = clamp(softplus(dt + dt_bias)); S <- e^(decay dt) S + dt x B^T; out = S C + skip x.
+
+    The layer's input is one matrix [tokens, z | x | B | C | dt]; z is the gate of the norm that follows. Head h has
+    the B and C of group h // (heads / groups).
+    """
+
+    heads: int
+    groups: int
+    head_dim: int
+    state_dim: int
+    conv: torch.Tensor
+    """[taps, channels of x, B and C]"""
+    bias: torch.Tensor | None
+    """[channels]"""
+    decay: torch.Tensor
+    """[heads] float32: -exp(A_log)."""
+    dt_bias: torch.Tensor
+    """[heads] float32."""
+    skip: torch.Tensor
+    """[heads] float32: D."""
+    dt_limit: tuple[float, float]
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution."""
+        return self.width + 2 * self.groups * self.state_dim
+
+    @property
+    def first_channel(self) -> int:
+        """Where the convolution's inputs begin in the layer's input."""
+        return self.width
+
+    @property
+    def width(self) -> int:
+        """Of the outputs."""
+        return self.heads * self.head_dim

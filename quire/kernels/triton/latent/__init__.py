@@ -1,0 +1,1 @@
+"""Latent attention (MLA): cache entries, products by head, decodes, and prompts."""

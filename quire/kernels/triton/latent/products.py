@@ -1,0 +1,187 @@
+"""Products by head with `kv_b_proj` [heads, nope + value, rank]: absorbing queries, and values from latents.
+
+A program takes one head, some tokens and some outputs. Bytes: the head's half of the matrix once for every tile of
+tokens, the inputs once for every tile of outputs. Operations: 2 * nope * rank (or value * rank) per token and head.
+Results of latent attention that are in parts are merged while they are read.
+"""
+
+# ruff: noqa: N803, N806
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from quire.kernels.triton.latent.decode import DecodePlan, LatentDecode
+from quire.kernels.triton.launch import gdc_launch_dependents, gdc_wait, pdl
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _absorb(
+    q, up, out, tokens, stride_token, stride_head, stride_up,
+    HEADS: tl.constexpr, NOPE: tl.constexpr, NOPE_P2: tl.constexpr, RANK: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(0) % HEADS
+    column = tl.program_id(0) // HEADS * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    n = tl.arange(0, NOPE_P2)
+    weight = tl.load(up + head.to(tl.int64) * stride_up + n[:, None] * RANK + column,
+                     mask=(n < NOPE)[:, None] & (column < RANK), other=0.0)  # fmt: skip
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    token = (tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
+    x = tl.load(q + token * stride_token + head * stride_head + n[None, :],
+                mask=(token < tokens) & (n < NOPE)[None, :], other=0.0)  # fmt: skip
+    product = tl.dot(x, weight, input_precision=PRECISION)
+    at = out + (token * HEADS + head) * RANK + column
+    tl.store(at, product.to(out.dtype.element_ty), mask=(token < tokens) & (column < RANK))
+
+
+def absorb(q: torch.Tensor, up: torch.Tensor, nope: int) -> torch.Tensor:
+    """[tokens, heads, rank]: the first `nope` dimensions of q [tokens, heads, *], multiplied with the head's keys."""
+    tokens, heads, _ = q.shape
+    rank = up.shape[2]
+    out = q.new_empty(tokens, heads, rank)
+    block_m, block_n = (16, 64) if tokens <= 16 else (64, 128)
+    _absorb[(heads * triton.cdiv(rank, block_n), triton.cdiv(tokens, block_m))](
+        q, up, out, tokens, q.stride(0), q.stride(1), up.stride(0),
+        HEADS=heads, NOPE=nope, NOPE_P2=max(16, triton.next_power_of_2(nope)), RANK=rank, BLOCK_M=block_m,
+        BLOCK_N=block_n, PRECISION=_precision(q), num_warps=4, **pdl(),
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _load_values(up, head, column, k, stride_up, NOPE: tl.constexpr, VALUE: tl.constexpr, RANK: tl.constexpr):
+    """The values' half of the head's matrix, transposed: [BLOCK_K, BLOCK_N]."""
+    at = up + head.to(tl.int64) * stride_up + (NOPE + column) * RANK + k[:, None]
+    return tl.load(at, mask=(column < VALUE) & (k < RANK)[:, None], other=0.0)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _values_of_rows(
+    latents, up, out, lens, plan, begins, partial, stats, tokens, stride_up,
+    HEADS: tl.constexpr, EACH: tl.constexpr, QUERIES: tl.constexpr, TILE: tl.constexpr, NOPE: tl.constexpr,
+    VALUE: tl.constexpr, RANK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    OWN: tl.constexpr = EACH * QUERIES
+    head = tl.program_id(0) % HEADS
+    column = tl.program_id(0) // HEADS * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    token = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    inside = token < tokens
+    row = token // QUERIES
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    # The programs that computed parts of this row and head tile, and the place of their parts.
+    each = tl.load(plan)
+    length = tl.load(lens + row, mask=inside, other=0)
+    tiles = (length + TILE - 1) // TILE
+    begin = tl.load(begins + row, mask=inside, other=0) + head // EACH * tiles
+    first = begin // each
+    last = (begin + tl.maximum(tiles, 1) - 1) // each
+    split = (first < last) & (length > 0)
+    whole = (first == last) & (length > 0)
+    parts = tl.where(split, last - first + 1, 0)
+    most = tl.max(parts, 0)
+    own = token % QUERIES * EACH + head % EACH
+    best = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    weight = tl.zeros([BLOCK_M], tl.float32)
+    for part in range(most):
+        there = part < parts
+        line = ((first + part) * 2 + (part == 0)) * OWN + own
+        high = tl.load(stats + line * 2, mask=there, other=float("-inf"))
+        mass = tl.load(stats + line * 2 + 1, mask=there, other=0.0)
+        higher = tl.maximum(best, high)
+        safe = tl.where(higher == float("-inf"), 0.0, higher)
+        weight = weight * tl.exp2(best - safe) + mass * tl.exp2(high - safe)
+        best = higher
+    safe = tl.where(best == float("-inf"), 0.0, best)
+    share = 1.0 / tl.where(weight == 0.0, 1.0, weight)
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for start in range(0, RANK, BLOCK_K):
+        k = start + tl.arange(0, BLOCK_K)
+        in_rank = (k < RANK)[None, :]
+        at = latents + (token.to(tl.int64) * HEADS + head)[:, None] * RANK + k[None, :]
+        x = tl.load(at, mask=whole[:, None] & in_rank, other=0.0)
+        if most > 0:
+            merged = tl.zeros([BLOCK_M, BLOCK_K], tl.float32)
+            for part in range(most):
+                there = part < parts
+                line = ((first + part) * 2 + (part == 0)) * OWN + own
+                high = tl.load(stats + line * 2, mask=there, other=float("-inf"))
+                values = tl.load(partial + line.to(tl.int64)[:, None] * RANK + k[None, :],
+                                 mask=there[:, None] & in_rank, other=0.0)  # fmt: skip
+                merged += values * (tl.exp2(high - safe) * share)[:, None]
+            x = tl.where(split[:, None], merged.to(x.dtype), x)
+        w = _load_values(up, head, column, k, stride_up, NOPE, VALUE, RANK)
+        total = tl.dot(x, w, total, input_precision=PRECISION)
+    at = out + (token.to(tl.int64) * HEADS + head)[:, None] * VALUE + column
+    tl.store(at, total.to(out.dtype.element_ty), mask=inside[:, None] & (column < VALUE))
+
+
+def values_of_rows(
+    latents: torch.Tensor, up: torch.Tensor, out: torch.Tensor, lens: torch.Tensor, plan: DecodePlan,
+    kernel: LatentDecode, nope: int, num_rows: int,
+) -> None:  # fmt: skip
+    """What `LatentDecode.attend` left, merged and multiplied with the heads' values, into out [*, heads * value]."""
+    _, heads, rank = latents.shape
+    value, tokens = up.shape[1] - nope, num_rows * kernel.queries
+    block_n = 32 if tokens <= 16 else 128
+    _values_of_rows[(heads * triton.cdiv(value, block_n), triton.cdiv(tokens, 16))](
+        latents, up, out, lens, plan.ranges, plan.begins, kernel.partial, kernel.stats, tokens, up.stride(0),
+        HEADS=heads, EACH=kernel.each, QUERIES=kernel.queries, TILE=kernel.tile.tokens, NOPE=nope, VALUE=value,
+        RANK=rank, BLOCK_M=16, BLOCK_N=block_n, BLOCK_K=128, PRECISION=_precision(out), num_warps=4, **pdl(),
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _values_of_context(
+    latents, up, out, stats, tokens, stride_up,
+    HEADS: tl.constexpr, NOPE: tl.constexpr, VALUE: tl.constexpr, RANK: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(0) % HEADS
+    column = tl.program_id(0) // HEADS * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    token = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    inside = token < tokens
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    line = token.to(tl.int64) * HEADS + head
+    own = tl.load(stats + line * 2, mask=inside, other=0.0)
+    earlier = tl.load(stats + line * 2 + 1, mask=inside, other=float("-inf"))
+    exists = earlier > float("-inf")
+    if tl.max(exists.to(tl.int32), 0) == 0:
+        return
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for start in range(0, RANK, BLOCK_K):
+        k = start + tl.arange(0, BLOCK_K)
+        x = tl.load(latents + line[:, None] * RANK + k[None, :], mask=exists[:, None] & (k < RANK)[None, :], other=0.0)
+        w = _load_values(up, head, column, k, stride_up, NOPE, VALUE, RANK)
+        total = tl.dot(x, w, total, input_precision=PRECISION)
+    share = 1.0 / (1.0 + tl.exp2(own - earlier))[:, None]
+    at = out + line[:, None] * VALUE + column
+    there = exists[:, None] & (column < VALUE)
+    result = total * share + tl.load(at, mask=there, other=0.0).to(tl.float32) * (1.0 - share)
+    tl.store(at, result.to(out.dtype.element_ty), mask=there)
+
+
+def values_of_context(
+    latents: torch.Tensor, up: torch.Tensor, out: torch.Tensor, stats: torch.Tensor, nope: int
+) -> None:
+    """Merge attention over earlier context, as latents [tokens, heads, rank], into that over the step's own tokens,
+    out [tokens, heads * value]. stats [tokens, heads, 2]: of both, log2 of the sum of exponentials."""
+    tokens, heads, rank = latents.shape
+    value = up.shape[1] - nope
+    _values_of_context[(heads * triton.cdiv(value, 128), triton.cdiv(tokens, 64))](
+        latents, up, out, stats, tokens, up.stride(0), HEADS=heads, NOPE=nope, VALUE=value, RANK=rank, BLOCK_M=64,
+        BLOCK_N=128, BLOCK_K=64, PRECISION=_precision(out), num_warps=4, **pdl(),
+    )  # fmt: skip
+
+
+def _precision(x: torch.Tensor) -> str:
+    return "ieee" if x.dtype == torch.float32 else "tf32"

@@ -1,0 +1,1 @@
+"""Recurrent layers on a GPU: one kernel for decodes; convolution, chunks and scan for prompts."""

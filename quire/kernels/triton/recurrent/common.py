@@ -1,0 +1,138 @@
+"""What the kernels of recurrent layers share: places of states in pages, the ring of inputs, gates."""
+
+# ruff: noqa: N803
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from quire.kernels.states import RING, STATE, States, StepRows
+
+
+class Places(NamedTuple):
+    """Tensors and strides that a kernel finds states by. Memory is passed once for each dtype it is read in."""
+
+    state: torch.Tensor
+    state_pages: torch.Tensor
+    state_offsets: torch.Tensor
+    state_stride: int
+    """Elements of a page."""
+    ring: torch.Tensor
+    ring_pages: torch.Tensor
+    ring_offsets: torch.Tensor
+    ring_stride: int
+    slots: int
+    piece: int
+
+
+def places_of(states: States) -> Places:
+    """Where the kernels find the states of a layer."""
+    memory, (state, ring) = states.memory, states.parts
+    size = memory.shape[1]
+    return Places(
+        memory.view(state.dtype),
+        states.pages[STATE],
+        states.offsets[STATE],
+        size // state.dtype.itemsize,
+        memory.view(ring.dtype),
+        states.pages[RING],
+        states.offsets[RING],
+        size // ring.dtype.itemsize,
+        *ring.shape,
+    )
+
+
+def tables_of(step: StepRows) -> tuple[torch.Tensor, int, torch.Tensor | None]:
+    """(tables, their row stride, which of them each row has)."""
+    return step.block_tables, step.block_tables.stride(0), step.rows
+
+
+@triton.jit
+def table_of(tables, table_stride, rows, row):
+    """Pointer to the page table of a row of the step."""
+    if rows is not None:
+        number = tl.load(rows + row).to(tl.int64)
+    else:
+        number = row.to(tl.int64)
+    return tables + number * table_stride
+
+
+@triton.jit
+def state_at(state, pages, offsets, page_stride, table, head):
+    """Pointer to the state of a head; pages and pieces begin at multiples of 16 bytes."""
+    page = tl.load(table + tl.load(pages + head)).to(tl.int64)
+    return state + tl.multiple_of(page * page_stride + tl.load(offsets + head) // 4, 4)
+
+
+@triton.jit
+def ring_at(ring, pages, offsets, page_stride, table, channel, inside, PIECE: tl.constexpr, SIZE: tl.constexpr):
+    """Pointers to slot 0 of channels in the ring; `SIZE`: bytes of a value."""
+    piece = channel // PIECE
+    page = tl.load(table + tl.load(pages + piece, mask=inside, other=0), mask=inside, other=0).to(tl.int64)
+    return ring + page * page_stride + tl.load(offsets + piece, mask=inside, other=0) // SIZE + channel % PIECE
+
+
+@triton.jit
+def softplus(x):
+    return tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
+
+
+@triton.jit
+def silu(x):
+    return x / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def convolved(
+    inputs, input_stride, at, conv, bias, channel, channels, inside, place, position,
+    SLOTS: tl.constexpr, PIECE: tl.constexpr, TAPS: tl.constexpr,
+):  # fmt: skip
+    """silu of the convolution of a row's token; vectors over channels.
+
+    inputs  pointer to the layer's inputs of the row's first token in the step, at the convolution's first channel
+    at      pointers to slot 0 of the ring
+    place   of the token among the row's tokens in the step; position: in the whole row
+    """
+    total = tl.zeros(channel.shape, tl.float32)
+    if bias is not None:
+        total += tl.load(bias + channel, mask=inside, other=0.0).to(tl.float32)
+    for tap in tl.static_range(TAPS):
+        back = TAPS - 1 - tap
+        weight = tl.load(conv + tap * channels + channel, mask=inside, other=0.0).to(tl.float32)
+        if back == 0:
+            value = tl.load(inputs + place * input_stride + channel, mask=inside, other=0.0)
+        else:
+            here = place >= back
+            slot = tl.maximum(position - back, 0) % SLOTS
+            before = tl.load(at + slot * PIECE, mask=inside & (not here) & (position >= back), other=0.0)
+            value = tl.load(inputs + (place - back) * input_stride + channel, mask=inside & here, other=0.0)
+            value = tl.where(here, value, before)
+        total += value.to(tl.float32) * weight
+    return silu(total)
+
+
+@triton.jit
+def keep_inputs(
+    inputs, input_stride, at, channel, inside, begin, count, SLOTS: tl.constexpr, PIECE: tl.constexpr
+):  # fmt: skip
+    """Write the row's last inputs to the ring: each slot gets the last position that falls on it."""
+    for slot in tl.static_range(SLOTS):
+        end = begin + count
+        position = end - 1 - (end - 1 - slot + SLOTS) % SLOTS
+        fresh = inside & (position >= begin)
+        value = tl.load(inputs + (position - begin) * input_stride + channel, mask=fresh, other=0.0)
+        tl.store(at + slot * PIECE, value, mask=fresh)
+
+
+def power_of_two(size: int) -> int:
+    """The next power of two: the width of a block that holds `size` values."""
+    return triton.next_power_of_2(size)
+
+
+def input_precision(dtype: torch.dtype) -> Any:
+    """How tensor cores multiply activations of this dtype: float32 is not rounded to fewer bits."""
+    return "ieee" if dtype == torch.float32 else "tf32"

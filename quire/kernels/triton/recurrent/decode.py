@@ -1,0 +1,251 @@
+"""Decodes: convolution, gates, update of the state and output in one kernel, states read and written in place.
+
+A program takes one row and one head: its state [value_dim, key_dim] stays in registers over the row's tokens, of which
+there may be a few (drafts to verify). Bytes: each state once in and once out (2 x 64 KiB a head of a gated delta net
+with 128 x 128); all else is a few hundred bytes. Heads that share channels of the convolution compute them each for
+itself; one of them writes the inputs to the ring, into slots that none of them reads in this step (`states.py`).
+
+States, tables and rings are loaded before `gdc_wait`: the kernel before this one, the input product, does not touch
+them, and those that did have long ended.
+"""
+
+# ruff: noqa: N803, N806
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from quire.kernels.states import DeltaNet, Mamba2, States, StepRows
+from quire.kernels.triton.launch import gdc_launch_dependents, gdc_wait, pdl
+from quire.kernels.triton.recurrent.common import (
+    convolved,
+    keep_inputs,
+    places_of,
+    power_of_two,
+    ring_at,
+    silu,
+    softplus,
+    state_at,
+    table_of,
+    tables_of,
+)
+
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    """Threads of a program, and registers of each.
+
+    Fewer registers than the compiler would take let several programs share a multiprocessor, so that one loads while
+    another computes.
+    """
+
+    warps: int = 4
+    registers: int = 168
+
+    @property
+    def options(self) -> dict[str, int]:
+        """Of a launch."""
+        return {"num_warps": self.warps, "maxnreg": self.registers}
+
+
+@triton.jit
+def _delta_net_decode(
+    projected, projected_stride, conv, decay, dt_bias, norm, out,
+    state, state_pages, state_offsets, state_stride, ring, ring_pages, ring_offsets, ring_stride,
+    tables, table_stride, rows, query_starts, context_lens, scale, eps,
+    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+    KB: tl.constexpr, VB: tl.constexpr, SLOTS: tl.constexpr, PIECE: tl.constexpr, TAPS: tl.constexpr,
+    SINGLE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    REPEAT: tl.constexpr = VALUE_HEADS // KEY_HEADS
+    CHANNELS: tl.constexpr = 2 * KEY_HEADS * DK + VALUE_HEADS * DV
+    SIZE: tl.constexpr = projected.dtype.element_ty.primitive_bitwidth // 8
+    program = tl.program_id(0)
+    row, head = program // VALUE_HEADS, program % VALUE_HEADS
+    key_head = head // REPEAT
+    k_lane, v_lane = tl.arange(0, KB), tl.arange(0, VB)
+    k_inside, v_inside = k_lane < DK, v_lane < DV
+    q_channel = key_head * DK + k_lane
+    k_channel = KEY_HEADS * DK + q_channel
+    v_channel = 2 * KEY_HEADS * DK + head * DV + v_lane
+
+    # A step's first kernel writes these; the product before this kernel comes after it.
+    first = tl.load(query_starts + row)
+    count = tl.load(query_starts + row + 1) - first
+    begin = tl.load(context_lens + row) - count
+    table = table_of(tables, table_stride, rows, row)
+    at = state_at(state, state_pages, state_offsets, state_stride, table, head)
+    tile = at + v_lane[:, None] * DK + k_lane[None, :]
+    tile_inside = v_inside[:, None] & k_inside[None, :]
+    S = tl.load(tile, mask=tile_inside & (begin > 0), other=0.0)
+    q_at = ring_at(ring, ring_pages, ring_offsets, ring_stride, table, q_channel, k_inside, PIECE, SIZE)
+    k_at = ring_at(ring, ring_pages, ring_offsets, ring_stride, table, k_channel, k_inside, PIECE, SIZE)
+    v_at = ring_at(ring, ring_pages, ring_offsets, ring_stride, table, v_channel, v_inside, PIECE, SIZE)
+    rate, step_bias = tl.load(decay + head), tl.load(dt_bias + head)
+    gain = tl.load(norm + v_lane, mask=v_inside, other=0.0).to(tl.float32)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+
+    inputs = projected + first.to(tl.int64) * projected_stride
+    result = out + first.to(tl.int64) * (VALUE_HEADS * DV) + head * DV + v_lane
+    if begin < 0:  # padding: no state, and outputs that disturb nothing
+        for place in range(count):
+            tl.store(result + place * (VALUE_HEADS * DV), tl.zeros((VB,), tl.float32), mask=v_inside)
+    else:
+        for place in range(1 if SINGLE else count):
+            position = begin + place
+            q = convolved(
+                inputs, projected_stride, q_at, conv, None, q_channel, CHANNELS, k_inside, place, position,
+                SLOTS, PIECE, TAPS,
+            )  # fmt: skip
+            k = convolved(
+                inputs, projected_stride, k_at, conv, None, k_channel, CHANNELS, k_inside, place, position,
+                SLOTS, PIECE, TAPS,
+            )  # fmt: skip
+            v = convolved(
+                inputs, projected_stride, v_at, conv, None, v_channel, CHANNELS, v_inside, place, position,
+                SLOTS, PIECE, TAPS,
+            )  # fmt: skip
+            q *= tl.rsqrt(tl.sum(q * q) + 1e-6) * scale
+            k *= tl.rsqrt(tl.sum(k * k) + 1e-6)
+            token = inputs + place * projected_stride + CHANNELS
+            z = tl.load(token + head * DV + v_lane, mask=v_inside, other=0.0).to(tl.float32)
+            b = tl.load(token + VALUE_HEADS * DV + head).to(tl.float32)
+            a = tl.load(token + VALUE_HEADS * DV + VALUE_HEADS + head).to(tl.float32)
+            kept = tl.exp(rate * softplus(a + step_bias))
+            beta = 1.0 / (1.0 + tl.exp(-b))
+            # Both products are with the state before the update, so neither waits for the other.
+            predicted = tl.sum(S * k[None, :], axis=1) * kept
+            carried = tl.sum(S * q[None, :], axis=1) * kept
+            delta = beta * (v - predicted)
+            y = carried + delta * tl.sum(q * k)
+            S = S * kept + delta[:, None] * k[None, :]
+            y = tl.where(v_inside, y, 0.0)
+            y = y * tl.rsqrt(tl.sum(y * y) / DV + eps) * gain * silu(z)
+            tl.store(result + place * (VALUE_HEADS * DV), y, mask=v_inside)
+        tl.store(tile, S, mask=tile_inside)
+        keep_inputs(inputs, projected_stride, v_at, v_channel, v_inside, begin, count, SLOTS, PIECE)
+        if head % REPEAT == 0:
+            keep_inputs(inputs, projected_stride, q_at, q_channel, k_inside, begin, count, SLOTS, PIECE)
+            keep_inputs(inputs, projected_stride, k_at, k_channel, k_inside, begin, count, SLOTS, PIECE)
+
+
+def delta_net_decode(
+    projected: torch.Tensor,
+    layer: DeltaNet,
+    states: States,
+    step: StepRows,
+    out: torch.Tensor,
+    num_rows: int,
+    single: bool = True,
+    config: DecodeConfig = DecodeConfig(),  # immutable
+) -> None:
+    """Rows 0 to num_rows of a step, into their tokens' rows of `out`.
+
+    `single`: each row has one token; otherwise at most as many as the ring has slots for (`states.RING`).
+    """
+    places = places_of(states)
+    _delta_net_decode[(num_rows * layer.value_heads,)](
+        projected, projected.stride(0), layer.conv, layer.decay, layer.dt_bias, layer.norm, out,
+        *places[:8], *tables_of(step), step.query_starts, step.context_lens, layer.key_dim**-0.5, layer.eps,
+        KEY_HEADS=layer.key_heads, VALUE_HEADS=layer.value_heads, DK=layer.key_dim, DV=layer.value_dim,
+        KB=power_of_two(layer.key_dim), VB=power_of_two(layer.value_dim), SLOTS=places.slots, PIECE=places.piece,
+        TAPS=len(layer.conv), SINGLE=single, **config.options, **pdl(),
+    )  # fmt: skip
+
+
+@triton.jit
+def _mamba2_decode(
+    projected, projected_stride, conv, bias, decay, dt_bias, skip, out,
+    state, state_pages, state_offsets, state_stride, ring, ring_pages, ring_offsets, ring_stride,
+    tables, table_stride, rows, query_starts, context_lens, dt_low, dt_high,
+    HEADS: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, STATE: tl.constexpr,
+    DB: tl.constexpr, SB: tl.constexpr, SLOTS: tl.constexpr, PIECE: tl.constexpr, TAPS: tl.constexpr,
+    SINGLE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    SHARE: tl.constexpr = HEADS // GROUPS
+    INNER: tl.constexpr = HEADS * DIM
+    CHANNELS: tl.constexpr = INNER + 2 * GROUPS * STATE
+    SIZE: tl.constexpr = projected.dtype.element_ty.primitive_bitwidth // 8
+    program = tl.program_id(0)
+    row, head = program // HEADS, program % HEADS
+    group = head // SHARE
+    s_lane, d_lane = tl.arange(0, SB), tl.arange(0, DB)
+    s_inside, d_inside = s_lane < STATE, d_lane < DIM
+    x_channel = head * DIM + d_lane
+    b_channel = INNER + group * STATE + s_lane
+    c_channel = b_channel + GROUPS * STATE
+
+    first = tl.load(query_starts + row)
+    count = tl.load(query_starts + row + 1) - first
+    begin = tl.load(context_lens + row) - count
+    table = table_of(tables, table_stride, rows, row)
+    at = state_at(state, state_pages, state_offsets, state_stride, table, head)
+    tile = at + d_lane[:, None] * STATE + s_lane[None, :]
+    tile_inside = d_inside[:, None] & s_inside[None, :]
+    S = tl.load(tile, mask=tile_inside & (begin > 0), other=0.0)
+    x_at = ring_at(ring, ring_pages, ring_offsets, ring_stride, table, x_channel, d_inside, PIECE, SIZE)
+    b_at = ring_at(ring, ring_pages, ring_offsets, ring_stride, table, b_channel, s_inside, PIECE, SIZE)
+    c_at = ring_at(ring, ring_pages, ring_offsets, ring_stride, table, c_channel, s_inside, PIECE, SIZE)
+    rate, step_bias, through = tl.load(decay + head), tl.load(dt_bias + head), tl.load(skip + head)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+
+    inputs = projected + first.to(tl.int64) * projected_stride + INNER
+    result = out + first.to(tl.int64) * INNER + head * DIM + d_lane
+    if begin < 0:  # padding
+        for place in range(count):
+            tl.store(result + place * INNER, tl.zeros((DB,), tl.float32), mask=d_inside)
+    else:
+        for place in range(1 if SINGLE else count):
+            position = begin + place
+            x = convolved(
+                inputs, projected_stride, x_at, conv, bias, x_channel, CHANNELS, d_inside, place, position,
+                SLOTS, PIECE, TAPS,
+            )  # fmt: skip
+            b = convolved(
+                inputs, projected_stride, b_at, conv, bias, b_channel, CHANNELS, s_inside, place, position,
+                SLOTS, PIECE, TAPS,
+            )  # fmt: skip
+            c = convolved(
+                inputs, projected_stride, c_at, conv, bias, c_channel, CHANNELS, s_inside, place, position,
+                SLOTS, PIECE, TAPS,
+            )  # fmt: skip
+            dt = softplus(tl.load(inputs + place * projected_stride + CHANNELS + head).to(tl.float32) + step_bias)
+            dt = tl.minimum(tl.maximum(dt, dt_low), dt_high)
+            kept = tl.exp(rate * dt)
+            y = tl.sum(S * c[None, :], axis=1) * kept + x * (dt * tl.sum(b * c) + through)
+            S = S * kept + (x * dt)[:, None] * b[None, :]
+            tl.store(result + place * INNER, y, mask=d_inside)
+        tl.store(tile, S, mask=tile_inside)
+        keep_inputs(inputs, projected_stride, x_at, x_channel, d_inside, begin, count, SLOTS, PIECE)
+        if head % SHARE == 0:
+            keep_inputs(inputs, projected_stride, b_at, b_channel, s_inside, begin, count, SLOTS, PIECE)
+            keep_inputs(inputs, projected_stride, c_at, c_channel, s_inside, begin, count, SLOTS, PIECE)
+
+
+def mamba2_decode(
+    projected: torch.Tensor,
+    layer: Mamba2,
+    states: States,
+    step: StepRows,
+    out: torch.Tensor,
+    num_rows: int,
+    single: bool = True,
+    config: DecodeConfig = DecodeConfig(),  # immutable
+) -> None:
+    """As `delta_net_decode`."""
+    places = places_of(states)
+    _mamba2_decode[(num_rows * layer.heads,)](
+        projected, projected.stride(0), layer.conv, layer.bias, layer.decay, layer.dt_bias, layer.skip, out,
+        *places[:8], *tables_of(step), step.query_starts, step.context_lens, *layer.dt_limit,
+        HEADS=layer.heads, GROUPS=layer.groups, DIM=layer.head_dim, STATE=layer.state_dim,
+        DB=power_of_two(layer.head_dim), SB=power_of_two(layer.state_dim), SLOTS=places.slots, PIECE=places.piece,
+        TAPS=len(layer.conv), SINGLE=single, **config.options, **pdl(),
+    )  # fmt: skip

@@ -1,0 +1,213 @@
+"""Nemotron-H (arXiv 2504.03624): blocks of one kind each: Mamba 2, attention without positions, or MLP."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from quire.errors import UnsupportedModelError
+from quire.layers.activation import activation
+from quire.layers.attention.base import AttentionInputs, LastTokens
+from quire.layers.build_context import BuildContext
+from quire.layers.caches import AttentionCache, LayerCache
+from quire.layers.embedding import LMHead, VocabEmbedding
+from quire.layers.linear import ColumnParallelLinear, Heads, RowParallelLinear
+from quire.layers.norm import RMSNorm
+from quire.layers.recurrent import Mamba2Mixer, Mamba2Settings
+from quire.loading.model_config import ModelConfig, positive_integer
+from quire.models.base import in_other_stage, stage_layers
+from quire.models.llama import LlamaAttention, LlamaVariant
+
+
+class PlainMLP(nn.Module):
+    """down(act(up(x)))."""
+
+    def __init__(self, build: BuildContext) -> None:
+        super().__init__()
+        config = build.config
+        bias = bool(config.raw.get("mlp_bias", False))
+        self.act = activation(config.raw.get("mlp_hidden_act", "relu2"))
+        self.up_proj = ColumnParallelLinear(build, "up_proj", config.hidden_size, config.intermediate_size, bias)
+        self.down_proj = RowParallelLinear(build, "down_proj", config.intermediate_size, config.hidden_size, bias)
+
+
+class Block(nn.Module):
+    """One mixer, on the norm of the residual stream, and added back to it."""
+
+    def __init__(self, build: BuildContext, layer: int, kind: str, settings: Mamba2Settings, is_last: bool) -> None:
+        """`is_last`: no later block reads the tokens before the last."""
+        super().__init__()
+        self.norm = RMSNorm(build, "norm", build.config.hidden_size)
+        self.is_last = is_last
+        self.mixer: Mamba2Mixer | LlamaAttention | PlainMLP
+        if kind == "linear_attention":
+            self.mixer = Mamba2Mixer(build, settings, layer)
+        elif kind == "full_attention":
+            self.mixer = LlamaAttention(build, LlamaVariant(), layer, None)
+        else:
+            self.mixer = PlainMLP(build)
+
+    def forward(
+        self,
+        hidden: torch.Tensor | None,
+        residual: torch.Tensor | None,
+        positions: torch.Tensor,
+        kv: Any,
+        inputs: AttentionInputs,
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """(output to add to the residual stream, or None if already added; the stream)."""
+        mixer, last = self.mixer, inputs.last if self.is_last else None
+        if isinstance(mixer, PlainMLP):
+            up, residual = mixer.up_proj.norm_linear(self.norm, hidden, residual)
+            return mixer.down_proj.linear_add(residual, mixer.act(up)), residual
+        if isinstance(mixer, LlamaAttention):
+            projected, residual = mixer.qkv_proj.norm_linear(self.norm, hidden, residual)
+            mixed, out_proj = mixer(projected, positions, kv, inputs, last), mixer.o_proj
+        else:
+            projected, residual = mixer.in_proj.norm_linear(self.norm, hidden, residual)
+            mixed, out_proj = mixer(projected, kv, inputs), mixer.out_proj
+            mixed = mixed if last is None else mixed[last.tokens]
+        residual = residual if last is None else residual[last.tokens]
+        return out_proj.linear_add(residual, mixed), residual
+
+
+class Backbone(nn.Module):
+    """Embedding, blocks and final norm: those on this stage."""
+
+    def __init__(self, build: BuildContext, kinds: Sequence[str], settings: Mamba2Settings) -> None:
+        super().__init__()
+        self.embeddings = VocabEmbedding(build, "embeddings") if build.ranks.is_first_stage else None
+        self.kinds = kinds
+        own = stage_layers(build)
+        last = max(i for i, kind in enumerate(kinds) if kind in CACHED)
+        # Every stage passes all tokens on.
+        self.cuts = build.ranks.is_last_stage and last in own
+        self.layers = nn.ModuleDict(
+            {str(i): Block(build, i, kinds[i], settings, self.cuts and i == last) for i in own}
+        )
+        self.norm_f = RMSNorm(build, "norm_f", build.config.hidden_size) if build.ranks.is_last_stage else None
+
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        kv: Sequence[Any],
+        inputs: AttentionInputs,
+        hidden: torch.Tensor | None,
+    ) -> torch.Tensor:
+        if hidden is None:
+            hidden = self.embeddings(tokens)  # type: ignore[misc]  # there on the first stage
+        residual = None
+        caches = iter(kv)
+        for number, block in self.layers.items():
+            cache = next(caches) if self.kinds[int(number)] in CACHED else None
+            hidden, residual = block(hidden, residual, positions, cache, inputs)
+        if self.norm_f is None:
+            return block.norm(hidden, residual)[1]  # type: ignore[operator]
+        normed = self.norm_f(hidden, residual)[0]
+        last: LastTokens | None = None if self.cuts else inputs.last
+        return normed if last is None else normed[last.tokens]
+
+
+CACHED = ("linear_attention", "full_attention")
+"""Kinds of blocks that keep something."""
+
+
+class BackboneForCausalLM(nn.Module):
+    """Blocks of one kind each, with a head."""
+
+    supports_last_tokens = True
+
+    def __init__(self, build: BuildContext, kinds: Sequence[str], settings: Mamba2Settings) -> None:
+        super().__init__()
+        config, ranks = build.config, build.ranks
+        self.build = build
+        self.backbone = Backbone(build, kinds, settings)
+        states = settings.cache(build)
+        self.caches: list[LayerCache] = []
+        self.cache_stages: list[range] = []
+        for stage in range(ranks.pp_size):
+            own = [kinds[i] for i in replace(ranks, pp_rank=stage).layers(config.num_layers) if kinds[i] in CACHED]
+            begin = len(self.caches)
+            for kind in own:
+                self.caches.append(states if kind == "linear_attention" else _attention_cache(build))
+            self.cache_stages.append(range(begin, len(self.caches)))
+        self.lm_head: LMHead | None = None
+        if ranks.is_last_stage:
+            name = "backbone.embeddings" if config.tie_embeddings else "lm_head"
+            self.lm_head = LMHead(build, name, self.backbone.embeddings if config.tie_embeddings else None)
+
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        kv: Sequence[Any],
+        inputs: AttentionInputs,
+        hidden: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        return self.backbone(tokens, positions, kv, inputs, hidden)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[S, hidden_size] -> [S, vocab_size]."""
+        return self.lm_head(hidden)  # type: ignore[misc]  # there on the last stage
+
+    def ignores(self, name: str) -> bool:
+        """Tensors of other stages, a tied head's copy, and draft layers for speculative decoding."""
+        ranks = self.build.ranks
+        return (
+            name.startswith("mtp.")
+            or (name.startswith("lm_head.") and (self.build.config.tie_embeddings or not ranks.is_last_stage))
+            or (name == "backbone.embeddings.weight" and not ranks.is_first_stage)
+            or (name == "backbone.norm_f.weight" and not ranks.is_last_stage)
+            or in_other_stage(name, "backbone.layers", self.build)
+        )
+
+
+def _attention_cache(build: BuildContext) -> AttentionCache:
+    heads = Heads.of_rank(build)
+    return AttentionCache(len(heads.kv), heads.dim, build.kv_format)
+
+
+class NemotronHForCausalLM(BackboneForCausalLM):
+    """Nemotron-H and Nemotron Nano 2, without mixtures."""
+
+    def __init__(self, build: BuildContext) -> None:
+        raw = build.config.raw
+        if (act := raw.get("mamba_hidden_act", "silu")) != "silu":
+            raise UnsupportedModelError(f"Nemotron-H with mamba_hidden_act {act!r} is not implemented; only 'silu' is")
+        groups = positive_integer(raw, "n_groups", "mamba_n_groups")
+        settings = Mamba2Settings(
+            heads=positive_integer(raw, "mamba_num_heads"),
+            groups=groups,
+            head_dim=positive_integer(raw, "mamba_head_dim"),
+            state_dim=positive_integer(raw, "ssm_state_size"),
+            taps=positive_integer(raw, "conv_kernel", "mamba_d_conv"),
+            conv_bias=bool(raw.get("use_conv_bias", raw.get("mamba_conv_bias", True))),
+            bias=bool(raw.get("use_bias", False)),
+            dt_limit=(float(raw.get("time_step_min", raw.get("mamba_dt_min", 0.001))), float("inf")),
+            norm_groups=groups,
+        )
+        super().__init__(build, block_kinds(build.config), settings)
+
+
+_KINDS = {
+    **dict.fromkeys(("M", "mamba", "linear_attention"), "linear_attention"),
+    **dict.fromkeys(("*", "attention", "full_attention"), "full_attention"),
+    **dict.fromkeys(("-", "mlp"), "mlp"),
+}
+
+
+def block_kinds(config: ModelConfig) -> list[str]:
+    """The kind of each block: listed, or as a pattern of one letter each."""
+    listed = config.raw.get("layers_block_type") or config.raw.get("hybrid_override_pattern") or ()
+    unknown = sorted({str(kind) for kind in listed} - set(_KINDS))
+    if unknown or len(listed) != config.num_layers:
+        raise UnsupportedModelError(
+            f"{config.architecture} with blocks {unknown or len(listed)} is not implemented: known are Mamba 2 ('M'), "
+            f"attention ('*') and MLP ('-') blocks, one for each of {config.num_layers} layers"
+        )
+    return [_KINDS[kind] for kind in listed]

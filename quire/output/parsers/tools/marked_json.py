@@ -1,0 +1,60 @@
+"""Granite, Phi-4-mini, Jamba: a mark, then call objects in JSON."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from quire.output.parsers.incremental import Reads
+from quire.output.parsers.tools.base import CallParser
+
+
+class MarkedJsonParser(CallParser):
+    """A mark, then a list of `{"name": "f", "arguments": {…}}` or one such object, and perhaps a closing mark."""
+
+    closing: ClassVar[str] = ""
+
+    def _calls(self, opener: str) -> Reads[None]:
+        start = yield from self._take_next("{[")
+        if not start or not (yield from self._objects(start, is_marked=True)):
+            return
+        yield from self._skip_spaces()
+        if self.closing and (yield from self._take_word(self.closing)):
+            self._held.clear()
+
+
+class GraniteParser(MarkedJsonParser):
+    """Granite 3: `<|tool_call|>[{"name": "f", "arguments": {…}}, …]`, since 3.1 `<tool_call>`."""
+
+    tags = ("<|tool_call|>", "<tool_call>")
+    needs_special_tokens = True
+    notation = (
+        "To call tools, answer with a list of their names and arguments in JSON:\n"
+        '<tool_call>[{"name": "a tool\'s name", "arguments": {"a parameter": "its value"}}]\n'
+        "Where no tool helps, answer in plain words."
+    )
+
+
+class Phi4MiniParser(MarkedJsonParser):
+    """Phi-4-mini: `functools[{"name": "f", "arguments": {…}}, …]`, or the same list between `<|tool_call|>` marks."""
+
+    tags = ("functools", "<|tool_call|>")
+    closing = "<|/tool_call|>"
+    needs_special_tokens = True
+    notation = (
+        "To call tools, answer with a list of their names and arguments in JSON:\n"
+        'functools[{"name": "a tool\'s name", "arguments": {"a parameter": "its value"}}]\n'
+        "Where no tool helps, answer in plain words."
+    )
+
+
+class JambaParser(MarkedJsonParser):
+    """Jamba: `<tool_calls>[{"name": "f", "arguments": {…}}, …]</tool_calls>`."""
+
+    tags = ("<tool_calls>",)
+    closing = "</tool_calls>"
+    needs_special_tokens = True
+    notation = (
+        "To call tools, answer with a list of their names and arguments in JSON:\n"
+        '<tool_calls>[{"name": "a tool\'s name", "arguments": {"a parameter": "its value"}}]</tool_calls>\n'
+        "Where no tool helps, answer in plain words."
+    )

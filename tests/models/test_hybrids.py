@@ -1,0 +1,210 @@
+"""Hybrid models against transformers: the same logits alone, in chunks, batched, and on several ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    BambaConfig,
+    GraniteMoeHybridConfig,
+    Mamba2Config,
+    NemotronHConfig,
+    PretrainedConfig,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
+    Qwen3NextConfig,
+)
+
+from quire.distributed.groups import Ranks
+from tests.models.harness import (
+    assert_same,
+    empty_model,
+    loaded_model,
+    model_config,
+    random_reference,
+    reference_logits,
+)
+from tests.models.hybrid import HybridRun, in_chunks
+
+TOKENS = torch.randint(0, 97, (75,), generator=torch.Generator().manual_seed(3)).tolist()
+
+
+def _qwen(kind: type[PretrainedConfig], **changes: Any) -> PretrainedConfig:
+    shape: dict[str, Any] = {
+        "vocab_size": 97,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 16,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 20,
+        "shared_expert_intermediate_size": 28,
+        "max_position_embeddings": 128,
+    }
+    return kind(**(shape | changes))
+
+
+def _mamba(kind: type[PretrainedConfig], **changes: Any) -> PretrainedConfig:
+    shape: dict[str, Any] = {
+        "vocab_size": 97,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+        "mamba_n_heads": 4,
+        "mamba_d_head": 16,
+        "mamba_d_state": 8,
+        "mamba_chunk_size": 16,
+    }
+    return kind(**(shape | changes))
+
+
+HYBRIDS: dict[str, PretrainedConfig] = {
+    "qwen3-next": _qwen(Qwen3NextConfig, mlp_only_layers=[1]),
+    "qwen3.5": _qwen(Qwen3_5TextConfig, tie_word_embeddings=True, attention_bias=True),
+    "qwen3.5-moe": _qwen(
+        Qwen3_5MoeTextConfig,
+        num_hidden_layers=3,
+        layer_types=["full_attention", "linear_attention", "linear_attention"],
+        linear_num_value_heads=2,
+    ),
+    "granite-4": _mamba(
+        GraniteMoeHybridConfig,
+        layer_types=["mamba", "attention", "mamba"],
+        shared_intermediate_size=28,
+        num_local_experts=5,
+        embedding_multiplier=3.0,
+        residual_multiplier=0.6,
+        attention_multiplier=0.3,
+        logits_scaling=2.0,
+        tie_word_embeddings=True,
+    ),
+    "granite-4-dense": _mamba(
+        GraniteMoeHybridConfig,
+        layer_types=["attention", "mamba", "mamba"],
+        shared_intermediate_size=28,
+        num_local_experts=0,
+        position_embedding_type="rope",
+        mamba_n_groups=2,
+        mamba_proj_bias=True,
+    ),
+    "bamba": _mamba(BambaConfig, attn_layer_indices=[1]),
+    "nemotron-h": NemotronHConfig(
+        vocab_size=97,
+        hidden_size=32,
+        intermediate_size=48,
+        hybrid_override_pattern="M-M*-",
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=128,
+        mamba_num_heads=4,
+        mamba_head_dim=16,
+        ssm_state_size=8,
+        n_groups=2,
+        chunk_size=16,
+    ),
+    "mamba-2": Mamba2Config(
+        vocab_size=97,
+        hidden_size=32,
+        num_hidden_layers=3,
+        num_heads=4,
+        head_dim=16,
+        state_size=8,
+        n_groups=2,
+        chunk_size=16,
+        tie_word_embeddings=True,
+    ),
+}
+
+
+def hybrid_reference(name: str) -> Any:
+    """A random model; norms that add 1 to their weights have weights around 0, and states forget slowly."""
+    reference = random_reference(HYBRIDS[name])
+    for parameter, values in reference.named_parameters():
+        if parameter.endswith("dt_bias"):
+            values.data -= 3
+    for module in reference.modules():
+        if type(module).__name__ in CENTERED:
+            module.weight.data -= 1
+    return reference
+
+
+CENTERED = ("Qwen3NextRMSNorm", "Qwen3_5RMSNorm", "Qwen3_5MoeRMSNorm")
+
+
+@pytest.fixture(scope="module", params=list(HYBRIDS))
+def pair(request: pytest.FixtureRequest) -> tuple[Any, Any]:
+    reference = hybrid_reference(request.param)
+    return reference, loaded_model(reference, max_model_len=128)
+
+
+def test_logits_alone_and_in_chunks(pair: tuple[Any, Any]) -> None:
+    reference, model = pair
+    theirs = reference_logits(reference, TOKENS)
+    # Whole; token by token; chunks that end within the convolution's reach, and long ones.
+    for sizes in (lambda i: 75, lambda i: 1, lambda i: (2, 3, 1, 1, 40, 1, 2, 70)[i % 8]):
+        assert_same(in_chunks(model, TOKENS, sizes), theirs)
+
+
+def test_logits_of_rows_that_share_steps(pair: tuple[Any, Any]) -> None:
+    reference, model = pair
+    prompts = {name: TOKENS[start:] for name, start in (("a", 0), ("b", 13), ("c", 40))}
+    run = HybridRun(model)
+    found: dict[str, list[torch.Tensor]] = {name: [] for name in prompts}
+    for step in range(60):
+        sizes = {"a": (5, 1)[step % 2], "b": (0, 9, 2)[step % 3], "c": (1, 1, 17)[step % 3]}
+        scheduled = {n: prompts[n][(d := run.computed.get(n, 0)) : d + sizes[n]] for n in prompts}
+        for name, part in run.step({n: t for n, t in scheduled.items() if t} or {"spare": [1]}).items():
+            if name in found:
+                found[name].append(part)
+    for name, tokens in prompts.items():
+        assert_same(torch.cat(found[name]), reference_logits(reference, tokens))
+
+
+def test_a_row_begins_from_zeros_in_used_pages_and_a_fork_goes_its_own_way(pair: tuple[Any, Any]) -> None:
+    reference, model = pair
+    run = HybridRun(model)
+    run.step({"old": TOKENS[:20]})
+    run.release("old")
+    first = run.step({"row": TOKENS[:30]})["row"]
+    run.fork("row", "branch")
+    rest = run.step({"row": TOKENS[30:33], "branch": TOKENS[60:64]})
+    assert_same(torch.cat((first, rest["row"])), reference_logits(reference, TOKENS[:33]))
+    assert_same(rest["branch"], reference_logits(reference, TOKENS[:30] + TOKENS[60:64])[30:])
+
+
+def test_two_stages(pair: tuple[Any, Any]) -> None:
+    reference, _ = pair
+    stages = [loaded_model(reference, Ranks(pp_rank=r, pp_size=2), 128) for r in range(2)]
+    assert_same(in_chunks(stages, TOKENS, lambda i: 31), reference_logits(reference, TOKENS))
+
+
+def test_every_state_update_and_tap_matters(pair: tuple[Any, Any]) -> None:
+    """Otherwise the tests above prove little: one token less, or another token within a tap, must show at the end."""
+    reference, model = pair
+    theirs = reference_logits(reference, TOKENS)[-1]
+    for position in (5, 72, 73):
+        other = [*TOKENS[:position], (TOKENS[position] + 1) % 97, *TOKENS[position + 1 :]]
+        ours = in_chunks(model, other, lambda i: 75)[-1]
+        assert (ours - theirs).abs().max() > 1e-3 * theirs.abs().max()
+
+
+def test_empty_models_declare_the_caches_of_all_layers() -> None:
+    config = model_config(random_reference(HYBRIDS["qwen3-next"]))
+    whole, half = (empty_model(config, Ranks(tp_size=size), 128) for size in (1, 2))
+    state, ring = whole.caches[0].parts
+    assert (state.count, state.shape, ring.count, ring.shape) == (4, (16, 8), 12, (4, 8))
+    assert [part.count for part in half.caches[0].parts] == [2, 6]
+    assert (whole.caches[3].kv_heads, half.caches[3].kv_heads) == (2, 1)
