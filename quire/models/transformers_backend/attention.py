@@ -92,7 +92,7 @@ class LocalCheck:
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         if not self.compares:
             groups = q.shape[1] // k.shape[1]
-            out = (q + (k + v).repeat_interleave(groups, dim=1)).transpose(1, 2)
+            out = (q + (k + v).repeat_interleave(groups, dim=1)).transpose(1, 2).contiguous()
             self.first[layer] = (q, k, out)
             return out
         for now, before in ((q, self.first[layer][0]), (k, self.first[layer][1])):
@@ -162,10 +162,8 @@ def _paged_attention(
     asked = AttentionArguments.read(module, query.shape[-1], arguments)
     expected = layer.arguments
     # The window may come from the mask alone, which is not made here: the trial has seen both.
-    if (asked.scale, asked.softcap) != (expected.scale, expected.softcap) or asked.window not in (
-        None,
-        expected.window,
-    ):
+    given, known = ((each.scale, each.softcap, each.sinks is None) for each in (asked, expected))
+    if given != known or asked.window not in (None, expected.window):
         raise UnsupportedModelError(f"{type(module).__name__} calls attention with {asked}, and before with {expected}")
     return layer.attend(query, key, value), None
 

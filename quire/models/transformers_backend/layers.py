@@ -168,26 +168,28 @@ def gate_of(module: nn.Module, inner: Sequence[str], outer: str) -> str | None:
         return None
     generator = torch.Generator().manual_seed(0)
     width = 12
-    # Not small: the kinds of gelu must differ visibly.
-    gate, up, down, x = (2 * torch.randn(*s, generator=generator) for s in ((width, 8), (width, 8), (8, width), (5, 8)))
+    gate, up, down = (torch.randn(*s, generator=generator) / 3 for s in ((width, 8), (width, 8), (8, width)))
     weights = [gate, up] if len(inner) == 2 else [torch.cat([gate, up])]
     same = copy.copy(module)
     same._modules = dict(module._modules)
     for name, weight in zip((*inner, outer), (*weights, down), strict=True):
         same._modules[name] = tried = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
         tried.weight = nn.Parameter(weight, requires_grad=False)
+    kinds = set(GATES)
     with torch.no_grad():
-        try:
-            theirs = same(x[None])[0]
-        except Exception:
-            return None
-        if not isinstance(theirs, torch.Tensor) or theirs.shape != x.shape:
-            return None
-        for kind, act in GATES.items():
-            ours = act(x @ gate.t(), x @ up.t()) @ down.t()
-            if torch.allclose(theirs, ours, rtol=0, atol=1e-5 * float(ours.abs().max())):
-                return kind
-    return None
+        for scale in (1.0, 30.0):  # kinds of gelu differ near 0, limits far from it
+            x = scale * torch.randn(5, 8, generator=generator)
+            try:
+                theirs = same(x[None])[0]
+            except Exception:
+                return None
+            if not isinstance(theirs, torch.Tensor) or theirs.shape != x.shape:
+                return None
+            for kind in list(kinds):
+                ours = GATES[kind](x @ gate.t(), x @ up.t()) @ down.t()
+                if not torch.allclose(theirs, ours, rtol=0, atol=1e-6 * float(ours.abs().max())):
+                    kinds.remove(kind)
+    return kinds.pop() if len(kinds) == 1 else None
 
 
 class InputCutLinear(RowParallelLinear):

@@ -84,9 +84,42 @@ class TransformersForCausalLM(nn.Module):
                 "enable_expert_parallel",
                 True,
             )
+        self._step = Step()
+        self._deferral = Deferral(self._step)
+        try:
+            library, base, whole = self._make(build, joins=True)
+        except UnsupportedModelError as error:
+            # Results of a joined product are views that some models cannot reshape.
+            logger.debug("matrices are not joined: %s", error)
+            library, base, whole = self._make(build, joins=False)
+        build = self.build
+        self._heads = [_heads(build, whole[i], self.calls[i]) for i in range(len(self.calls))]
+        for index, own in enumerate(self._heads):
+            call = self.calls[index]
+            asked = call.arguments
+            attention = Attention(build, own, index, None, scale=asked.scale, soft_cap=asked.softcap)
+            call.module.add_module("paged", attention)
+            call.module.quire = PagedLayer(attention, asked, index, self._step)  # type: ignore[assignment]
+        self._set_attention(library, PAGED)
+        # Names of tensors begin with the library's names of its parts; its own class only computes logits.
+        for name, part in library.named_children():
+            self.add_module(name, part)
+        self._base = (base,)
+        self._states = _GivenStates()
+        library._modules[library.base_model_prefix] = self._states
+        self._library = (library,)
+        self._ignored = [re.compile(each) for each in library._keys_to_ignore_on_load_unexpected or ()]
+        self.own = self._take_weights(library)
+        self._give_sinks()
+        self._is_checked = build.device.type == "meta"
+        self._check_head()
+
+    def _make(self, build: BuildContext, joins: bool) -> tuple[Any, nn.Module, Mapping[int, LayerCall]]:
+        """(the library's model with the engine's layers, its base model, how its layers call attention if not split).
+        `joins`: matrices that read the same input become one."""
         library = _make_model(build)
-        prefix = library.base_model_prefix
-        base = getattr(library, prefix, None)
+        architecture = build.config.architecture
+        base = getattr(library, library.base_model_prefix, None)
         if not isinstance(base, nn.Module):
             raise UnsupportedModelError(f"{architecture} cannot run through transformers: it has no base model")
         trial = run_trial(library, base, lambda module: type(module) in (nn.Linear, Conv1D))
@@ -94,34 +127,10 @@ class TransformersForCausalLM(nn.Module):
         self.graph_safe = not trial.copies
         if trial.copies:
             logger.warning("%s copies from the host in its steps: they run without CUDA graphs", architecture)
-        self.build = build = dataclasses.replace(build, config=_seen_config(build.config, library, trial))
-        self._step = Step()
-        self._deferral = Deferral(self._step)
-        self._replace_layers(library, base, trial)
-        self.calls = trial.calls
-        if build.ranks.tp_size > 1:
-            self.calls = run_trial(library, base, lambda module: False).calls
-        heads = [_heads(build, trial.calls[i], self.calls[i]) for i in sorted(self.calls)]
-        if len({(len(each.kv), each.dim) for each in heads}) > 1:
-            raise UnsupportedModelError(f"{architecture}: KV heads that differ between layers are not implemented")
-        for index, own in enumerate(heads):
-            call = self.calls[index]
-            attention = Attention(build, own, index, None, scale=call.arguments.scale)
-            call.module.add_module("paged", attention)
-            call.module.quire = PagedLayer(attention, call.arguments, index, self._step)  # type: ignore[assignment]
-        self._kv = KVSpec(len(heads), len(heads[0].kv), heads[0].dim)
-        self._set_attention(library, PAGED)
-        # Names of tensors begin with the library's names of its parts; its own class only computes logits.
-        for name, part in library.named_children():
-            self.add_module(name, part)
-        self._base = (base,)
-        self._states = _GivenStates()
-        library._modules[prefix] = self._states
-        self._library = (library,)
-        self._ignored = [re.compile(each) for each in library._keys_to_ignore_on_load_unexpected or ()]
-        self.own = self._take_weights(library)
-        self._is_checked = build.device.type == "meta"
-        self._check_head()
+        self.build = dataclasses.replace(build, config=_seen_config(build.config, library, trial))
+        self._replace_layers(library, base, trial, joins)
+        self.calls = run_trial(library, base, lambda module: False).calls
+        return library, base, trial.calls
 
     def forward(
         self,
@@ -156,14 +165,24 @@ class TransformersForCausalLM(nn.Module):
 
     @property
     def kv_shape(self) -> KVSpec:
-        """The cache this rank needs."""
-        return self._kv
+        """The cache this rank needs, if all layers have the same heads."""
+        first = self._heads[0]
+        return KVSpec(len(self._heads), len(first.kv), first.dim)
+
+    @property
+    def caches(self) -> list[LayerCache]:
+        """What each layer keeps."""
+        format, windows = self.build.kv_format, self.build.config.windows
+        return [
+            AttentionCache(len(heads.kv), heads.dim, format, window)
+            for heads, window in zip(self._heads, windows, strict=True)
+        ]
 
     def _run(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         output = self._base[0](input_ids=tokens.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False)
         return output.last_hidden_state[0]
 
-    def _replace_layers(self, library: Any, base: nn.Module, trial: Trial) -> None:
+    def _replace_layers(self, library: Any, base: nn.Module, trial: Trial, joins: bool) -> None:
         """Put the engine's layers in the places of the library's."""
         build = self.build
         plan = _parallel_plan(build, library)
@@ -172,7 +191,7 @@ class TransformersForCausalLM(nn.Module):
         paths = {id(module): path for path, module in modules.items()}
         for path in trial.experts:
             _put(library, path, _experts(build, path, modules[path], names, plan))
-        routers = {path.rpartition(".")[0] for path in trial.experts}
+        mixtures = {path.rpartition(".")[0]: modules[path].num_experts for path in trial.experts}
         matrices: dict[str, Matrix] = {}
         head = library.get_output_embeddings()
         for path, module in modules.items():
@@ -181,13 +200,13 @@ class TransformersForCausalLM(nn.Module):
                 continue
             transposed = type(module) is Conv1D
             outputs, inputs = reversed(module.weight.shape) if transposed else module.weight.shape
-            if owner in routers and outputs == modules[f"{owner}.experts"].num_experts:
+            if any(path.startswith(f"{mixture}.") and outputs == count for mixture, count in mixtures.items()):
                 continue  # a router is small, and never in few bits
             stored = names.stored(f"{path}.weight").removesuffix(".weight")
             cut = plan.cut(path)
             has_bias = module.bias is not None
             matrices[path] = Matrix(name, inputs, outputs, has_bias, transposed, cut, "" if stored == path else stored)
-        groups = _groups(trial.siblings, matrices)
+        groups = _groups(trial.siblings, matrices) if joins else [[path] for path in matrices]
         owned: dict[str, list[str]] = {}
         for path in matrices:
             owned.setdefault(path.rpartition(".")[0], []).append(path)
@@ -248,7 +267,6 @@ class TransformersForCausalLM(nn.Module):
         build = self.build
         config = build.config
         embedding, head = base.get_input_embeddings(), library.get_output_embeddings()
-        tied: Any = None
         own_embedding = None
         if type(embedding) is nn.Embedding and embedding.weight.shape == (config.vocab_size, config.hidden_size):
             path = paths[id(embedding)]
@@ -263,14 +281,15 @@ class TransformersForCausalLM(nn.Module):
                 )
             return  # the library's own
         path = paths[id(head)]
+        name = path.rpartition(".")[2]
+        tied: Any = None
         if head.weight is embedding.weight:
-            tied = own_embedding
             self._tied.add(f"{path}.weight")
-            if tied is None:
-                raise UnsupportedModelError(
-                    f"{config.architecture}: tied weights of a {type(embedding).__name__} are not implemented"
-                )
-        _put(library, path, Head(build, path.rpartition(".")[2], tied))
+            tied = embedding if own_embedding is None else own_embedding
+            if own_embedding is None and build.ranks.tp_size > 1:
+                # The library's embedding is whole on every rank, and the head is split: it has a copy.
+                tied, name = None, paths[id(embedding)]
+        _put(library, path, Head(build, name, tied))
 
     def _take_weights(self, library: Any) -> OwnWeights:
         """Give memory to the parameters and buffers of layers that stayed, and values to those no checkpoint has."""
@@ -282,7 +301,9 @@ class TransformersForCausalLM(nn.Module):
                 if parameter is None or not parameter.is_meta or type(module).__module__.startswith("quire."):
                     continue
                 full = f"{path}.{name}" if path else name
-                if self._plan.cut(full) is not Cut.WHOLE or self._plan.cut(path) is not Cut.WHOLE:
+                is_sinks = any(call.module is module and call.sinks == name for call in self.calls.values())
+                cuts = {self._plan.cut(full), self._plan.cut(path)}
+                if cuts != {Cut.WHOLE} and not is_sinks:  # of sinks each rank takes its own
                     raise UnsupportedModelError(
                         f"{build.config.architecture}: ranks that share {full} are not implemented: set "
                         "tensor_parallel_size to 1"
@@ -297,6 +318,16 @@ class TransformersForCausalLM(nn.Module):
             self._take_buffers(library, path, module, tensors)
         stored = {name: other for name in tensors if (other := self._names.stored(name)) != name}
         return OwnWeights(tensors, stored)
+
+    def _give_sinks(self) -> None:
+        """Attention gets the logits of the rank's own heads."""
+        for index, heads in enumerate(self._heads):
+            call = self.calls[index]
+            if call.sinks is not None:
+                sinks: Any = call.module._parameters[call.sinks]
+                attention: Any = call.module.paged
+                own = sinks[heads.query.start : heads.query.stop]
+                attention.spec = dataclasses.replace(attention.spec, sinks=own)
 
     def _take_buffers(self, library: Any, path: str, module: nn.Module, tensors: dict[str, torch.Tensor]) -> None:
         """Buffers that checkpoints have are loaded; the library computes the others."""
@@ -407,15 +438,6 @@ class TransformersForCausalLM(nn.Module):
                 module.__dict__.pop("forward", None)
             self._step.rotation = None
         self._deferral.forget()
-
-    @property
-    def caches(self) -> list[LayerCache]:
-        """What each layer keeps."""
-        spec = self._kv
-        return [
-            AttentionCache(spec.num_kv_heads, spec.head_dim, self.build.kv_format, self.calls[i].arguments.window)
-            for i in sorted(self.calls)
-        ]
 
 
 class _GivenStates(nn.Module):
