@@ -1,11 +1,11 @@
 """Weight-only GEMM `tiled`: 1 to 16 rows, persistent programs, weights in the order in which warps read them.
 
 A program takes tiles of 16 or 32 outputs (with a gate: half of them gate features, half up), one after the other. Its
-warps split the inputs; each keeps up to DEPTH spans in flight, in registers, the first before `gdc_wait`. Eight outputs are interleaved in memory (`tiled`), so that a warp reads 512 adjacent bytes at once, and
-their scales lie side by side: with 32 bytes of each of many rows a multiprocessor's L1 is the limit, at half the speed
-of memory. Codes become numbers in the registers of tensor-core operands, weights on the side of 16, rows of x on the
-side of 8; the rows of x are in shared memory, for all tiles, in the order of those operands. One exchange at the end of
-a tile sums over warps.
+warps split the inputs; each keeps up to DEPTH spans in flight, in registers, the first before `gdc_wait`. Eight outputs
+are interleaved in memory (`tiled`), so that a warp reads 512 adjacent bytes at once, and their scales lie side by side:
+with 32 bytes of each of many rows a multiprocessor's L1 is the limit, at half the speed of memory. Codes become numbers
+in the registers of tensor-core operands, weights on the side of 16, rows of x on the side of 8; the rows of x are in
+shared memory, for all tiles, in the order of those operands. One exchange at the end of a tile sums over warps.
 
 Bytes: codes, scales and zeros once; the input once per program, from cache. Operations: 2 per weight and row of 8, on
 tensor cores; about 2 instructions per weight to make numbers of codes.
