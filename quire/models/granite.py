@@ -10,6 +10,7 @@ from quire.layers.build_context import BuildContext
 from quire.layers.expert_weights import ExpertNaming
 from quire.layers.moe import Routing, SparseMLP
 from quire.loading.model_config import ModelConfig
+from quire.models.base import refuse_other_values
 from quire.models.llama import LlamaForCausalLM, LlamaVariant
 
 _GATE_UP, _IN_MEMORY_GATE_UP = "block_sparse_moe.input_linear.weight", "block_sparse_moe.experts.gate_up_proj"
@@ -28,14 +29,12 @@ def with_factors(variant: LlamaVariant, config: ModelConfig) -> LlamaVariant:
     What layers add is not multiplied by `residual_multiplier`; the stream is kept divided by it instead. An RMS norm
     of the stream does not notice, once its epsilon is divided by the factor's square.
     """
+    refuse_other_values(config, {"position_embedding_type": "rope", "normalization_function": "rmsnorm"})
     names = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
     embedding, residual, attention, logits = (float(config.raw.get(name) or 1.0) for name in names)
+    eps = config.norm_eps / residual**2
     return replace(
-        variant,
-        embedding_scale=embedding / residual,
-        norm_eps=config.norm_eps / residual**2,
-        attention_scale=attention,
-        logit_scale=1 / logits,
+        variant, embedding_scale=embedding / residual, norm_eps=eps, attention_scale=attention, logit_scale=1 / logits
     )
 
 

@@ -153,9 +153,7 @@ class BambaLayer(MambaHybridLayer):
 class MambaHybridForCausalLM(LlamaForCausalLM):
     """What Granite 4 and Bamba share."""
 
-    def __init__(
-        self, build: BuildContext, variant: LlamaVariant, kinds: list[str], settings: Mamba2Settings
-    ) -> None:
+    def __init__(self, build: BuildContext, variant: LlamaVariant, kinds: list[str], settings: Mamba2Settings) -> None:
         heads = Heads.of_rank(build)
         attention = AttentionCache(len(heads.kv), heads.dim, build.kv_format)
         states = settings.cache(build)
@@ -231,7 +229,7 @@ def mamba_settings(config: ModelConfig) -> Mamba2Settings:
 
 
 def layer_kinds(config: ModelConfig, listed: list[Any]) -> list[str]:
-    """"linear_attention" or "full_attention" for each layer."""
+    """ "linear_attention" or "full_attention" for each layer."""
     names = {"mamba": "linear_attention", "attention": "full_attention"}
     kinds = [names.get(kind, kind) for kind in listed]
     if len(kinds) != config.num_layers or set(kinds) - set(names.values()):
