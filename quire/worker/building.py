@@ -111,7 +111,7 @@ def build_model(
     if implementation(model.architecture, config.model_impl) == "transformers":
         _warn_once(
             f"{model.architecture} runs through the transformers library, with quire's attention, matrices and cache: "
-            "slower than an implementation of quire's own, because its norms, rotations and activations are not fused"
+            "slower than an implementation of quire's own, which fuses more (docs/transformers-models.md)"
         )
     built: CausalLM = model_class(model.architecture, config.model_impl)(build)  # type: ignore[call-arg]
     create_weights(built, build)  # type: ignore[arg-type]
