@@ -56,7 +56,7 @@ class KVCache:
         self.num_blocks = num_blocks
         # Zeros, because a masked slot is still multiplied by zero, and garbage could be NaN.
         memory = MemoryArena(device)
-        first = geometry.caches[0]
+        first = next(iter(geometry.caches), None)
         if geometry.is_uniform and isinstance(first, AttentionCache) and first.format.codes is None:
             shape = (2, first.kv_heads, self.block_size, first.head_dim)
             self.data = memory.zeros((num_blocks, len(geometry.caches), *shape), first.format.dtype)
