@@ -45,7 +45,8 @@ TILES = {
     ],
     128: [
         LatentTile(64, 8, 2), LatentTile(64, 8, 3), LatentTile(32, 8, 4), LatentTile(32, 8, 5), LatentTile(32, 8, 7),
-        LatentTile(64, 8, 3, 1, True), LatentTile(64, 8, 2, 1, True), LatentTile(64, 8, 3, min_tiles=4),
+        LatentTile(64, 8, 3, 1, True), LatentTile(64, 8, 2, 1, True), LatentTile(64, 8, 2, wide=True),
+        LatentTile(64, 8, 2, min_tiles=4, wide=True),
     ],
 }  # fmt: skip
 PROMPT_TILES = [
@@ -133,7 +134,7 @@ def error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 def name(tile: LatentTile | PromptTile) -> str:
     if isinstance(tile, PromptTile):
         return f"{tile.block_m}x{tile.block_n} {tile.warps}w{tile.stages}s"
-    text = f"{tile.tokens}t{tile.warps}w{tile.stages}s{tile.programs}p" + ("T" if tile.transposed else "")
+    text = f"{tile.tokens}t{tile.warps}w{tile.stages}s{tile.programs}p" + "T" * tile.transposed + "W" * tile.wide
     return text + (f"m{tile.min_tiles}" if tile.min_tiles > 1 else "")
 
 
