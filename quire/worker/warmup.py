@@ -215,7 +215,7 @@ def _row_kernels(model: nn.Module, ops: TritonOps, batch: CudaBatch) -> Iterator
     yield lambda: ops.add_rms_norm(zeros(2, width), zeros(2, width), zeros(width), 1e-5)
     gate_up = next((module for module in model.modules() if isinstance(module, FusedLinear) and module.gated), None)
     if gate_up is not None:
-        yield lambda: ops.silu_mul(zeros(2, gate_up.weight.shape[0]))
+        yield lambda: ops.gate_mul(zeros(2, gate_up.weight.shape[0]), gate_up.activation)
     if attention is None or kv is None:
         return
     heads, kv_heads, dim = attention.num_heads, attention.num_kv_heads, attention.head_dim

@@ -75,6 +75,8 @@ class AttentionInputs:
     """Query tokens of each row after the decodes, where the host knows them."""
     plans: dict[Any, Any] = field(default_factory=dict)
     """What a backend computed for this step and needs again in the next layer."""
+    common: dict[Any, Any] = field(default_factory=dict)
+    """The same for what does not depend on block tables: all cache groups have one."""
     siblings: tuple[AttentionInputs, ...] = ()
     """The same step over each cache group, this one included; empty if the model has one group."""
 
