@@ -147,11 +147,13 @@ def test_several_queries_a_row(queries: int, heads: int, transposed: bool) -> No
 
 
 @pytest.mark.skipif(not ON_GPU or torch.cuda.get_device_capability()[0] != 9, reason="Gluon has no interpreter")
-@pytest.mark.parametrize("queries, heads", [(1, 128), (1, 40), (2, 16), (8, 128)])
-def test_the_kernel_of_many_heads(queries: int, heads: int) -> None:
+@pytest.mark.parametrize("queries, heads", [(1, 128), (1, 40), (1, 16), (2, 16), (3, 8), (8, 128)])
+def test_the_kernels_for_hopper(queries: int, heads: int) -> None:
     lens = [4000, queries, 700, 1024]
     case = Case(lens, [queries] * 4, heads, DEEPSEEK, 16, HALF)
-    tile = LatentTile(64, 8, 2, wide=True)
+    tile = LatentTile(64, 8, 2, gluon=True)
+    if heads * queries <= 32:
+        tile = LatentTile(64, 4, 2, transposed=True, gluon=True)
     kernel = LatentDecode(heads, 128, 512, 64, 8, HALF, torch.device(DEVICE), queries, tile)
     for _ in range(2):
         case.check(decoded(case, kernel, queries))

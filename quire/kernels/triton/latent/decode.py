@@ -51,8 +51,8 @@ class LatentTile:
     """Tokens are the rows of the products, heads their columns."""
     min_tiles: int = 1
     """Tiles per program, at least."""
-    wide: bool = False
-    """The kernel of `wide.py`: 64 tokens, 8 warps, 2 stages; for a rank of 512 and 64 rotated dimensions, on Hopper."""
+    gluon: bool = False
+    """A kernel of `hopper.py`: 64 tokens, 2 stages, 8 warps (4 if transposed)."""
 
 
 @functools.cache
@@ -63,7 +63,7 @@ def latent_tile(query_rows: int, itemsize: int) -> LatentTile:
     if itemsize == 4:
         return LatentTile(16, 4, 2)
     if query_rows <= 16:
-        return LatentTile(32, 4, 5, 2)
+        return LatentTile(32, 4, 5, 2, min_tiles=2)
     if query_rows <= 32:
         return LatentTile(32, 8, 5, transposed=True)
     return LatentTile(32, 8, 5)
@@ -311,10 +311,12 @@ class LatentDecode:
         after row: whole results into `absorbed`, others into the workspace. `values_of_rows` reads both."""
         kernel: Any = _decode
         constants = self._constants
-        if self.tile.wide:
-            from quire.kernels.triton.latent.wide import _decode_wide as kernel
+        if self.tile.gluon:
+            from quire.kernels.triton.latent import hopper
 
-            constants = {name: constants[name] for name in ("HEADS", "EACH", "QUERIES", "NOPE")} | {"num_warps": 8}
+            kernel = hopper._few_heads if self.tile.transposed else hopper._many_heads
+            names = ("HEADS", "EACH", "QUERIES", "NOPE", "num_warps", *(("M",) if self.tile.transposed else ()))
+            constants = {name: constants[name] for name in names}
         kernel[(self.programs,)](
             q, absorbed, kv, tables, rows, lens, plan.ranges, self.partial, self.stats, scale * LOG2_E, q.stride(0),
             q.stride(1), kv.stride(0), tables.stride(0), BLOCK=kv.shape[1], **constants,
