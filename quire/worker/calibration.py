@@ -24,7 +24,7 @@ from quire.kernels.weights.base import Weight
 from quire.layers.attention.latent import UpProjection
 from quire.layers.attention.layer import Attention
 from quire.layers.build_context import collect_targets
-from quire.layers.expert_weights import SHARED_EXPERTS
+from quire.layers.expert_weights import shared_names
 from quire.layers.linear import FusedLinear, ReplicatedLinear, RowParallelLinear
 from quire.layers.moe import SparseMLP
 from quire.loading.files import ModelFiles
@@ -423,7 +423,7 @@ def _unquantized(model: CausalLM) -> Iterator[str]:
         elif isinstance(module, SparseMLP):
             yield f"{owner}.{module.namings[0].router}".removesuffix(".weight")
             if module.choices > module.routing.top_k:
-                yield from (f"{owner}.{name}".removesuffix(".weight") for name in SHARED_EXPERTS)
+                yield from (f"{owner}.{name}".removesuffix(".weight") for name in shared_names(module.shared_name))
 
 
 def _scalings(layer: LlamaLayer) -> Iterator[Scaling]:
