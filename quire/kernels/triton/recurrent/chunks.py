@@ -53,7 +53,7 @@ def plan_chunks(step: StepRows) -> Chunks:
     return step.plans[key]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["skipped"])
 def _convolve(
     projected, projected_stride, conv, bias, out, out_stride, ring, ring_pages, ring_offsets, ring_stride,
     tables, table_stride, rows, query_starts, context_lens, chunk_rows, chunk_begins, skipped, scale,

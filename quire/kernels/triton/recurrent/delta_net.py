@@ -94,7 +94,7 @@ def _inverse(A, CHUNK: tl.constexpr, LEAF: tl.constexpr, PRECISION: tl.constexpr
     return X
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["skipped"])
 def _solve(
     mixed, projected, projected_stride, decay, dt_bias, values, keys, scores, totals,
     ring, ring_pages, ring_offsets, ring_stride,
@@ -169,7 +169,7 @@ def _solve(
                 keep_inputs(inputs, projected_stride, k_ring, k_channel, every_k, begin, count, SLOTS, PIECE)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_row", "skipped"])
 def _scan(
     mixed, values, keys, scores, totals, out, state, state_pages, state_offsets, state_stride,
     tables, table_stride, rows, query_starts, context_lens, first_row, skipped,

@@ -38,7 +38,7 @@ class Mamba2Config:
     stages: int = 2
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_row", "skipped"])
 def _scan(
     mixed, projected, projected_stride, decay, dt_bias, skip, out,
     state, state_pages, state_offsets, state_stride, ring, ring_pages, ring_offsets, ring_stride,
