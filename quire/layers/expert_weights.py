@@ -299,8 +299,17 @@ class QuantizedExperts:
         return collected
 
 
+SHARED_EXPERTS = "mlp.shared_experts"
+"""The module of shared experts in most checkpoints, relative to the decoder layer."""
+
+
+def shared_names(owner: str = SHARED_EXPERTS) -> tuple[str, str, str]:
+    """The tensors of shared experts: gate, up, down."""
+    return f"{owner}.gate_proj.weight", f"{owner}.up_proj.weight", f"{owner}.down_proj.weight"
+
+
 def shared_targets(
-    gate_up: torch.Tensor, down: torch.Tensor, share: ExpertShare, owner: str
+    gate_up: torch.Tensor, down: torch.Tensor, share: ExpertShare, owner: str = SHARED_EXPERTS
 ) -> dict[str, list[AnyTarget]]:
     """The tensors of shared experts, held as stacks [shared, 2 * width kept, hidden] and [shared, hidden, width kept].
 
@@ -311,14 +320,14 @@ def shared_targets(
     width, features, hidden = share.total_width, share.features, down.shape[1]
     tall, wide = (len(gate_up) * width, hidden), (hidden, len(gate_up) * width)
     halves = gate_up.split(share.width, dim=1)
-    collected: dict[str, list[AnyTarget]] = {f"{owner}.{name}_proj.weight": [] for name in ("gate", "up", "down")}
+    names = shared_names(owner)
+    collected: dict[str, list[AnyTarget]] = {name: [] for name in names}
     for place in range(len(gate_up)):
         rows = slice(place * width + features.start, place * width + features.stop)
-        for name, half in zip(("gate", "up"), halves, strict=True):
-            keep = _unless_whole((rows,), tall[:1])
-            collected[f"{owner}.{name}_proj.weight"].append(Target(half[place], tall, keep))
+        for name, half in zip(names[:2], halves, strict=True):
+            collected[name].append(Target(half[place], tall, _unless_whole((rows,), tall[:1])))
         keep = _unless_whole((slice(0, hidden), rows), wide)
-        collected[f"{owner}.down_proj.weight"].append(Target(down[place], wide, keep))
+        collected[names[2]].append(Target(down[place], wide, keep))
     return collected
 
 

@@ -19,6 +19,9 @@ _KNOWN = {
     "GlmForCausalLM": "quire.models.glm.GlmForCausalLM",
     "GPT2LMHeadModel": "quire.models.gpt2.GPT2LMHeadModel",
     "GPTNeoXForCausalLM": "quire.models.gpt_neox.GPTNeoXForCausalLM",
+    "Gemma2ForCausalLM": "quire.models.gemma2.Gemma2ForCausalLM",
+    "Gemma3ForCausalLM": "quire.models.gemma3.Gemma3ForCausalLM",
+    "Gemma3ForConditionalGeneration": "quire.models.gemma3.Gemma3ForCausalLM",
     "GptOssForCausalLM": "quire.models.gpt_oss.GptOssForCausalLM",
     "GraniteForCausalLM": "quire.models.granite.GraniteForCausalLM",
     "GraniteMoeForCausalLM": "quire.models.granite.GraniteMoeForCausalLM",
@@ -28,6 +31,7 @@ _KNOWN = {
     "MiniMaxM2ForCausalLM": "quire.models.minimax_m2.MiniMaxM2ForCausalLM",
     "Ministral3ForCausalLM": "quire.models.ministral.Ministral3ForCausalLM",
     "MinistralForCausalLM": "quire.models.ministral.MinistralForCausalLM",
+    "Mistral3ForConditionalGeneration": "quire.models.ministral.Mistral3ForConditionalGeneration",
     "MistralForCausalLM": "quire.models.mistral.MistralForCausalLM",
     "MixtralForCausalLM": "quire.models.mixtral.MixtralForCausalLM",
     "NemotronHForCausalLM": "quire.models.nemotron_h.NemotronHForCausalLM",
@@ -60,7 +64,7 @@ def supported() -> list[str]:
     return sorted(_KNOWN)
 
 
-THROUGH_TRANSFORMERS = "quire.models.transformers_backend.model.TransformersForCausalLM"
+_THROUGH_TRANSFORMERS = "quire.models.transformers_backend.model.TransformersForCausalLM"
 
 
 def implementation(architecture: str, impl: str = "auto") -> str:
@@ -72,11 +76,19 @@ def implementation(architecture: str, impl: str = "auto") -> str:
 
 def model_class(architecture: str, impl: str = "quire") -> type[CausalLM]:
     """The class that implements `architecture` under the setting `model_impl`."""
-    if implementation(architecture, impl) == "transformers":
-        return resolve("model implementation", "transformers", {"transformers": THROUGH_TRANSFORMERS})
-    if architecture not in _KNOWN:
-        raise UnsupportedModelError(
-            f"architecture {architecture!r} is not implemented; supported: {', '.join(supported())}; "
-            "quire.models.registry.register() adds one; model_impl 'transformers' may run it"
-        )
-    return resolve("architecture", architecture, _KNOWN)
+    if implementation(architecture, impl) == "quire":
+        if architecture not in _KNOWN:
+            raise _unknown(architecture, "; model_impl 'transformers' may run it")
+        return resolve("architecture", architecture, _KNOWN)
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as FAMILIES
+
+    if not any(architecture in ((each,) if isinstance(each, str) else each) for each in FAMILIES.values()):
+        raise _unknown(architecture, ", and transformers has no causal language model of this name")
+    return resolve("model implementation", "transformers", {"transformers": _THROUGH_TRANSFORMERS})
+
+
+def _unknown(architecture: str, more: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"architecture {architecture!r} is not implemented; supported: {', '.join(supported())}; "
+        f"quire.models.registry.register() adds one{more}"
+    )

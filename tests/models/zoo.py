@@ -7,6 +7,8 @@ from typing import Any
 from transformers import (
     DeepseekV2Config,
     DeepseekV3Config,
+    Gemma2Config,
+    Gemma3TextConfig,
     GPT2Config,
     GPTNeoXConfig,
     GptOssConfig,
@@ -140,6 +142,29 @@ ZOO: dict[str, PretrainedConfig] = {
     "deepseek-v2": _latent(DeepseekV2Config, topk_method="group_limited_greedy", routed_scaling_factor=2.0),
     "deepseek-v2-lite": _latent(DeepseekV2Config, q_lora_rank=None, n_group=None, topk_group=None),
     "deepseek-v3": _latent(DeepseekV3Config, routed_scaling_factor=2.5, attention_bias=True),
+    "gemma-2": _llama_like(
+        Gemma2Config,
+        num_hidden_layers=3,
+        head_dim=12,
+        sliding_window=5,
+        query_pre_attn_scalar=20,
+        attn_logit_softcapping=1.5,
+        final_logit_softcapping=3.0,
+    ),
+    "gemma-2-uncapped": _llama_like(
+        Gemma2Config, head_dim=8, sliding_window=7, attn_logit_softcapping=None, final_logit_softcapping=None
+    ),
+    "gemma-3": _llama_like(
+        Gemma3TextConfig,
+        num_hidden_layers=4,
+        head_dim=16,
+        sliding_window=6,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"],
+        rope_parameters={
+            "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+            "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 900.0},
+        },
+    ),
     "gpt-oss": _llama_like(
         GptOssConfig,
         num_hidden_layers=4,

@@ -302,6 +302,11 @@ class TritonOps(TorchOps):
         wanted = [config for config in configs if config is not None]
         return moe.launches(gate_up, down, top_k, renormalise, routed, wanted, variant)  # type: ignore[arg-type]
 
+    def gate_mul(self, gate_up: torch.Tensor, activation: str = "silu") -> torch.Tensor:
+        if _is_supported(gate_up):
+            return elementwise.silu_mul(gate_up, activation)
+        return super().gate_mul(gate_up, activation)
+
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         return elementwise.silu_mul(gate_up) if _is_supported(gate_up) else super().silu_mul(gate_up)
 
