@@ -1,6 +1,6 @@
 """Decodes: convolution, gates, update of the state and output in one kernel, states read and written in place.
 
-A program takes one row and one head: its state [value_dim, key_dim] stays in registers over the row's tokens, of which
+A program takes one row and one head: its state [key_dim, value_dim] stays in registers over the row's tokens, of which
 there may be a few (drafts to verify). Bytes: each state once in and once out (2 x 64 KiB a head of a gated delta net
 with 128 x 128); all else is a few hundred bytes. Heads that share channels of the convolution compute them each for
 itself; one of them writes the inputs to the ring, into slots that none of them reads in this step (`states.py`).
@@ -79,8 +79,8 @@ def _delta_net_decode(
     begin = tl.load(context_lens + row) - count
     table = table_of(tables, table_stride, rows, row)
     at = state_at(state, state_pages, state_offsets, state_stride, table, head)
-    tile = at + v_lane[:, None] * DK + k_lane[None, :]
-    tile_inside = v_inside[:, None] & k_inside[None, :]
+    tile = at + k_lane[:, None] * DV + v_lane[None, :]
+    tile_inside = k_inside[:, None] & v_inside[None, :]
     S = tl.load(tile, mask=tile_inside & (begin > 0), other=0.0)
     q_at = ring_at(ring, ring_pages, ring_offsets, ring_stride, table, q_channel, k_inside, PIECE, SIZE)
     k_at = ring_at(ring, ring_pages, ring_offsets, ring_stride, table, k_channel, k_inside, PIECE, SIZE)
@@ -120,11 +120,11 @@ def _delta_net_decode(
             kept = tl.exp(rate * softplus(a + step_bias))
             beta = 1.0 / (1.0 + tl.exp(-b))
             # Both products are with the state before the update, so neither waits for the other.
-            predicted = tl.sum(S * k[None, :], axis=1) * kept
-            carried = tl.sum(S * q[None, :], axis=1) * kept
+            predicted = tl.sum(S * k[:, None], axis=0) * kept
+            carried = tl.sum(S * q[:, None], axis=0) * kept
             delta = beta * (v - predicted)
             y = carried + delta * tl.sum(q * k)
-            S = S * kept + delta[:, None] * k[None, :]
+            S = S * kept + k[:, None] * delta[None, :]
             y = tl.where(v_inside, y, 0.0)
             y = y * tl.rsqrt(tl.sum(y * y) / DV + eps) * gain * silu(z)
             tl.store(result + place * (VALUE_HEADS * DV), y, mask=v_inside)
@@ -186,8 +186,8 @@ def _mamba2_decode(
     begin = tl.load(context_lens + row) - count
     table = table_of(tables, table_stride, rows, row)
     at = state_at(state, state_pages, state_offsets, state_stride, table, head)
-    tile = at + d_lane[:, None] * STATE + s_lane[None, :]
-    tile_inside = d_inside[:, None] & s_inside[None, :]
+    tile = at + s_lane[:, None] * DIM + d_lane[None, :]
+    tile_inside = s_inside[:, None] & d_inside[None, :]
     S = tl.load(tile, mask=tile_inside & (begin > 0), other=0.0)
     x_at = ring_at(ring, ring_pages, ring_offsets, ring_stride, table, x_channel, d_inside, PIECE, SIZE)
     b_at = ring_at(ring, ring_pages, ring_offsets, ring_stride, table, b_channel, s_inside, PIECE, SIZE)
@@ -220,8 +220,8 @@ def _mamba2_decode(
             dt = softplus(tl.load(inputs + place * projected_stride + CHANNELS + head).to(tl.float32) + step_bias)
             dt = tl.minimum(tl.maximum(dt, dt_low), dt_high)
             kept = tl.exp(rate * dt)
-            y = tl.sum(S * c[None, :], axis=1) * kept + x * (dt * tl.sum(b * c) + through)
-            S = S * kept + (x * dt)[:, None] * b[None, :]
+            y = tl.sum(S * c[:, None], axis=0) * kept + x * (dt * tl.sum(b * c) + through)
+            S = S * kept + b[:, None] * (x * dt)[None, :]
             tl.store(result + place * INNER, y, mask=d_inside)
         tl.store(tile, S, mask=tile_inside)
         keep_inputs(inputs, projected_stride, x_at, x_channel, d_inside, begin, count, SLOTS, PIECE)

@@ -192,7 +192,7 @@ def _scan(
         table = table_of(tables, table_stride, rows, row)
         k_lane, v_lane, lane = tl.arange(0, DK), part * BV + tl.arange(0, BV), tl.arange(0, CHUNK)
         at = state_at(state, state_pages, state_offsets, state_stride, table, head)
-        tile = at + v_lane[None, :] * DK + k_lane[:, None]
+        tile = at + k_lane[:, None] * DV + v_lane[None, :]
         S = tl.load(tile, mask=(begin > 0) & (k_lane[:, None] < DK), other=0.0)  # [key, value]
         packed = (first - skipped).to(tl.int64)
         line = mixed + packed * CHANNELS + head // REPEAT * DK

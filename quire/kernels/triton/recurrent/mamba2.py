@@ -63,7 +63,7 @@ def _scan(
         table = table_of(tables, table_stride, rows, row)
         s_lane, d_lane, lane = tl.arange(0, STATE), tl.arange(0, DIM), tl.arange(0, CHUNK)
         at = state_at(state, state_pages, state_offsets, state_stride, table, head)
-        tile = at + d_lane[None, :] * STATE + s_lane[:, None]
+        tile = at + s_lane[:, None] * DIM + d_lane[None, :]
         S = tl.load(tile, mask=(begin > 0) & (s_lane[:, None] < STATE), other=0.0)  # [state, head_dim]
         rate, step_bias, through = tl.load(decay + head), tl.load(dt_bias + head), tl.load(skip + head)
         line = mixed + (first - skipped).to(tl.int64) * CHANNELS
