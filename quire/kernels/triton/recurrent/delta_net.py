@@ -261,8 +261,9 @@ def delta_net_prompts(
 
 def choose(programs: int, value_dim: int) -> DeltaNetConfig:
     """The shapes for this many pairs of row and head."""
-    values = 32 if programs < 2 * num_sms() else 64
-    return DeltaNetConfig(scan_values=min(values, value_dim))
+    if programs < 2 * num_sms():
+        return DeltaNetConfig(scan_values=min(32, value_dim), scan_stages=3)
+    return DeltaNetConfig(scan_values=min(64, value_dim))
 
 
 def is_supported(layer: DeltaNet) -> bool:
