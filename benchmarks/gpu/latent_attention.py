@@ -293,12 +293,12 @@ def main() -> None:
             return f"{us:.1f} ({operations / us / 1e6:.0f})"
 
         found = {}
-        for tile in [prompt_tile(2)] if quick else PROMPT_TILES:
+        for tile in [prompt_tile(128, 2)] if quick else PROMPT_TILES:
             try:
                 found[name(tile)] = prompts.own(tile)
             except Exception as failure:
                 print(f"{name(tile)}: {str(failure).splitlines()[0][:100]}")
-        lines.append(f"{count} x {length}, {heads} heads: " + ranked(found, rate, name(prompt_tile(2))))
+        lines.append(f"{count} x {length}, {heads} heads: " + ranked(found, rate, name(prompt_tile(128, 2))))
         lines.append(f"    keys and values from latents: {timed(lambda prompts=prompts: prompts.expand()):.1f}")  # type: ignore[misc]
         print(lines[-2], flush=True)
         del prompts

@@ -34,6 +34,8 @@ HOTTEST = 4
 def draw(found: MemoryMap, console: Console, where: str) -> RenderableType:
     """The whole view. `where`: the server or file that the map is from."""
     parts = [_title(found, where), _tiers(found, console), *_cells(found, console), _summary(found)]
+    if found.groups:
+        parts.append(_groups(found))
     parts += _owners(found, console)
     if found.sleeping is not None:
         parts += _sleeping(found.sleeping, console)
@@ -146,6 +148,20 @@ def _summary(found: MemoryMap) -> Table:
     return grid
 
 
+def _groups(found: MemoryMap) -> Table:
+    """Blocks by cache group."""
+    grid = _listing("cache group", "layers", "held", "cached", "bytes", words=1)
+    for group in found.groups:
+        name = {
+            "full": "every token",
+            "window": f"window of {group.window} tokens",
+            "state": f"recurrent states of {group.state_blocks} blocks",
+        }[group.kind]
+        size = readable_bytes((group.held + group.cached) * found.device.block_bytes)
+        grid.add_row(name, str(group.layers), str(group.held), str(group.cached), size)
+    return grid
+
+
 # Owners
 
 
@@ -153,10 +169,12 @@ def _owners(found: MemoryMap, console: Console) -> list[RenderableType]:
     owners = found.owners
     if not owners.largest:
         return []
-    grid = _listing("owner", "kind", "tenant", "tokens", "blocks", "shared", words=3)
+    columns = ["by group"] if found.groups else []
+    grid = _listing("owner", "kind", "tenant", "tokens", "blocks", "shared", *columns, words=3)
     for owner in owners.largest[:NAMED]:
         name = owner.name if not owner.session else f"{owner.name} (session {owner.session})"
-        numbers = (str(owner.tokens), str(owner.blocks), str(owner.shared))
+        numbers = [str(owner.tokens), str(owner.blocks), str(owner.shared)]
+        numbers += [" + ".join(map(str, owner.by_group))] if found.groups else []
         grid.add_row(_printable(name, console), owner.kind, _printable(owner.tenant), *numbers)
     more = owners.running + owners.loading + owners.swapped + owners.sessions - len(owners.largest[:NAMED])
     return [Text(""), grid, *([Text(f"  and {more} more")] if more else [])]

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.kvcache.block_pool import NULL_BLOCK, BlockPool
+from quire.kvcache.block_tables import BlockTables
 from quire.kvcache.offload.block_store import StoreStats
 from quire.kvcache.offload.manager import OffloadManager
 from quire.messages.memory_map import (
@@ -23,6 +24,7 @@ from quire.messages.memory_map import (
     DeviceBlocks,
     DiskBlocks,
     ExpertLoad,
+    GroupBlocks,
     HostBlocks,
     MemoryMap,
     Owner,
@@ -56,12 +58,16 @@ def map_memory(scheduler: Scheduler, experts: Mapping[int, Sequence[int]], block
     pool, tiers, sessions, table = scheduler.tables.pool, scheduler.tiers, scheduler.sessions, scheduler.requests
     requests = [request for request_id in table.ids() for request in table.sequences(request_id)]
     on_device = [live for live in sessions.kv.on_device() if live.blocks]
-    tables = [*(request.blocks for request in requests), *(live.blocks for live in on_device)]
+    every_page = scheduler.tables.every_page
+    tables = [*map(every_page, requests), *map(every_page, on_device), table.states.page_refs()]
     held_by = _count(tables, pool.num_blocks)
     saving, loading = ([], []) if tiers is None else (tiers.saving_blocks, tiers.loading_blocks)
     cells = _cells(pool, held_by, [*saving, *loading])
     stride = -(-len(cells) // MOST_CELLS)
-    owners = [*(_request_owner(one, held_by) for one in requests), *(_session_owner(one, held_by) for one in on_device)]
+    owners = [
+        *(_request_owner(one, held_by, scheduler.tables) for one in requests),
+        *(_session_owner(one, held_by, scheduler.tables) for one in on_device),
+    ]
     return MemoryMap(
         object="memory_map",
         taken=time.time(),
@@ -76,6 +82,7 @@ def map_memory(scheduler: Scheduler, experts: Mapping[int, Sequence[int]], block
         disk=None if tiers is None or tiers.store is None else _disk(tiers.store.stats()),
         sleeping=_sleeping(sessions, tiers) if isinstance(sessions, SessionKeeper) else None,
         experts=[ExpertLoad(layer=layer, chosen=list(chosen)) for layer, chosen in experts.items()],
+        groups=_groups(scheduler.tables, [*requests, *on_device], table.states.page_refs()),
     )
 
 
@@ -106,6 +113,31 @@ def _device(cells: NDArray[np.uint8], block_size: int, block_bytes: int) -> Devi
     )  # fmt: skip
 
 
+def _groups(tables: BlockTables, owners: list[Request | ResidentSession], states: list[int]) -> list[GroupBlocks]:
+    """Blocks by cache group; none if the model has only one."""
+    if not tables.others:
+        return []
+    held: list[set[int]] = [set() for _ in tables.groups]
+    for owner in owners:
+        for number, pages in enumerate(_pages_by_group(owner, tables)):
+            held[number].update(pages)
+    state_group = next((number for number, group in enumerate(tables.groups) if group.kind == "state"), 0)
+    held[state_group].update(states)
+    cached = Counter(tables.group_of(block) for block in tables.pool.oldest(tables.pool.idle))
+    return [
+        GroupBlocks(
+            kind=group.kind, layers=len(group.layers), window=group.window, state_blocks=group.pages,
+            held=len(held[number]), cached=cached[number],
+        )
+        for number, group in enumerate(tables.groups)
+    ]  # fmt: skip
+
+
+def _pages_by_group(owner: Request | ResidentSession, tables: BlockTables) -> list[list[int]]:
+    first = [owner.blocks] if tables.has_full else []
+    return [*first, *(table.held for table in tables.tables_of(owner))] if tables.others else first
+
+
 def _sharing(pool: BlockPool, held_by: _Counts, moving: list[int]) -> Sharing:
     known = held_by + _count([moving], pool.num_blocks)
     return Sharing(
@@ -121,9 +153,9 @@ def _sharing(pool: BlockPool, held_by: _Counts, moving: list[int]) -> Sharing:
 # Owners
 
 
-def _request_owner(request: Request, held_by: _Counts) -> Owner | None:
+def _request_owner(request: Request, held_by: _Counts, tables: BlockTables) -> Owner | None:
     """The request as an owner, if it holds blocks."""
-    source, kind, blocks = request.source, _owner_kind(request), len(request.blocks)
+    source, kind, pages = request.source, _owner_kind(request), tables.every_page(request)
     if kind is None:
         return None
     return Owner(
@@ -132,8 +164,9 @@ def _request_owner(request: Request, held_by: _Counts) -> Owner | None:
         tenant=source.tenant,
         session=name_of(source.session),
         tokens=request.known,
-        blocks=blocks or len(request.owned_keys),
-        shared=_num_shared(request.blocks, held_by),
+        blocks=len(pages) or len(request.owned_keys),
+        shared=_num_shared(pages, held_by),
+        by_group=[len(own) for own in _pages_by_group(request, tables)] if tables.others and pages else [],
     )
 
 
@@ -145,10 +178,12 @@ def _owner_kind(request: Request) -> OwnerKind | None:
     return "swapped" if request.owned_keys else None
 
 
-def _session_owner(live: ResidentSession, held_by: _Counts) -> Owner:
+def _session_owner(live: ResidentSession, held_by: _Counts, tables: BlockTables) -> Owner:
+    pages = tables.every_page(live)
     return Owner(
         kind="session", name=name_of(live.name), tenant=owner_of(live.name), tokens=live.tokens,
-        blocks=len(live.blocks), shared=_num_shared(live.blocks, held_by),
+        blocks=len(pages), shared=_num_shared(pages, held_by),
+        by_group=[len(own) for own in _pages_by_group(live, tables)] if tables.others else [],
     )  # fmt: skip
 
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
-from quire.kvcache.block_pool import NULL_BLOCK, BlockPool
+from quire.kvcache.block_pool import BlockPool
 from quire.kvcache.groups import GroupTable, Hit, first_needed, groups_of, hole, most_window_blocks
 from quire.kvcache.prefix_cache import PrefixCache, index_key, page_key, split_index_key
 from quire.messages.caches import FULL, CacheGroup
 
 ENDLESS = 1 << 40
 """Tokens that fit where tokens take no pages."""
+MOST_SEEN = 1 << 16
+"""Content keys that are remembered without a page."""
 
 
 class BlockOwner(Protocol):
@@ -55,6 +58,8 @@ class BlockTables:
         self.has_windows = any(group.kind == "window" for group in self.groups)
         self.pages_per_block = len([group for group in self.groups if group.kind != "state"])
         """Pages that a further block of tokens takes."""
+        self._seen: OrderedDict[bytes, None] = OrderedDict()
+        """In a model without full groups: content keys of blocks that were computed lately."""
         self.state_pages = sum(group.pages for group in self.groups if group.kind == "state")
         """Pages of a live state, or of a snapshot."""
 
@@ -106,9 +111,13 @@ class BlockTables:
         if not self.prefix_caching:
             return Hit([], [[] for _ in self.others])
         keys = keys[: (tokens - 1) // self.block_size]
-        reach = self.reach(keys, self.is_cached)
+        reach = len(keys)
+        for number, _ in groups_of(self.groups, "full"):
+            reach = len(self.prefix_cache.match(index_key(key, number) for key in keys[:reach]))
         end = self.longest_prefix(keys, reach, self.is_cached)
         blocks = self.prefix_cache.match(keys[:end]) if self.has_full else hole(end)
+        if not self.num_full:
+            reach = next((i for i, key in enumerate(keys) if key not in self._seen), len(keys))
         return Hit(blocks, [self._cached_pages(number, keys[:end]) for number, _ in self.others], reach)
 
     def is_cached(self, number: int, key: bytes) -> bool:
@@ -129,16 +138,13 @@ class BlockTables:
         return first_needed(group, position, self.block_size) if group.kind == "window" else 0
 
     def reach(self, keys: Sequence[bytes], has: Callable[[int, bytes], bool]) -> int:
-        """Leading blocks that all full groups have; 0 if no group is full."""
+        """Leading blocks that all full groups have."""
         full = [number for number, _ in groups_of(self.groups, "full")]
-        end = 0
-        while full and end < len(keys) and all(has(number, keys[end]) for number in full):
-            end += 1
-        return end
+        return next((i for i, key in enumerate(keys) if not all(has(number, key) for number in full)), len(keys))
 
     def longest_prefix(self, keys: Sequence[bytes], reach: int, has: Callable[[int, bytes], bool]) -> int:
         """The most blocks, at most the full groups' `reach`, after which every group has what the next token needs."""
-        end = reach if self.num_full else len(keys)
+        end = reach
         while True:
             before = end
             for number, group in self.others:
@@ -169,16 +175,19 @@ class BlockTables:
             return self.blocks_for(tokens) - len(hit.blocks) + self.cost_of_sharing(hit.blocks)
         fresh, end, size = 0, len(hit.blocks), self.block_size
         blocks = self.blocks_for(tokens)
-        for number, group in enumerate(self.groups):
+        for group in self.groups:
             if group.kind == "full":
                 fresh += blocks - end
             elif group.kind == "window":
                 first = first_needed(group, end * size, size)
                 held = end - first
                 fresh += max(0, min(blocks - first, max(held, most_window_blocks(group, size))) - held)
-        state = self.state_pages  # a snapshot that nothing else uses can become the live state
-        pages = [page for (_, group), pages in self._zip(hit) if group.kind != "state" for page in pages]
-        return fresh + state + self.cost_of_sharing([*(hit.blocks if self.has_full else ()), *pages])
+        for (_, group), pages in self._zip(hit):
+            idle = self.cost_of_sharing(pages)
+            # A snapshot that nothing else uses can become the live state; another is copied.
+            is_taken = group.kind == "state" and idle == group.pages
+            fresh += idle + (group.pages if group.kind == "state" and not is_taken else 0)
+        return fresh + (self.cost_of_sharing(hit.blocks) if self.has_full else 0)
 
     def _zip(self, hit: Hit) -> Iterable[tuple[tuple[int, CacheGroup], list[int]]]:
         return zip(self.others, hit.pages, strict=True)
@@ -290,7 +299,8 @@ class BlockTables:
         return [(number, table.first, table.held) for (number, _), table in tables if table.held]
 
     def trim(self, owner: BlockOwner, position: int) -> None:
-        """Give back the pages of window groups that no query from `position` on reaches."""
+        """Give back the pages of window groups that no query from `position` on reaches. The tables of the device keep
+        their entries, which are not read again."""
         for (_, group), table in zip(self.others, self.tables_of(owner), strict=True):
             if group.kind == "window":
                 first = min(first_needed(group, position, self.block_size), len(table.blocks))
@@ -311,6 +321,8 @@ class BlockTables:
             added = zip(keys[first:end], owner.blocks[first:end], strict=True)
             fresh = [block for key, block in added if add(key, block)]
         owner.published = end
+        if not self.num_full:
+            self._see(keys[first:end])
         if self.others:
             for (number, group), table in zip(self.others, self.tables_of(owner), strict=True):
                 if group.kind != "state":
@@ -321,6 +333,14 @@ class BlockTables:
         for block in fresh:
             self.pool.keep(block)
         return fresh
+
+    def _see(self, keys: Sequence[bytes]) -> None:
+        """Remember which blocks were computed: where another sequence leaves them, a snapshot is worth keeping."""
+        for key in keys:
+            self._seen[key] = None
+            self._seen.move_to_end(key)
+        while len(self._seen) > MOST_SEEN:
+            self._seen.popitem(last=False)
 
     def withdraw(self, blocks: Iterable[int]) -> None:
         """Remove these blocks from the prefix cache: their content was not written."""
@@ -502,6 +522,11 @@ class BlockTables:
         return copies
 
     # Release
+
+    def group_of(self, block: int) -> int | None:
+        """The group of a cached block."""
+        key = self.prefix_cache.key_of(block)
+        return None if key is None else split_index_key(key)[1]
 
     def every_page(self, owner: BlockOwner) -> list[int]:
         """The owner's pages in all groups."""

@@ -46,12 +46,8 @@ class Hit:
     pages: list[list[int]] = field(default_factory=list)
     """For each other group: the pages it needs, the last blocks of a window or the pages of a snapshot."""
     reach: int = 0
-    """Blocks that the full groups have; more than `blocks` if other groups lack what the longer prefix needs."""
-
-    @property
-    def every_page(self) -> list[int]:
-        """All pages, with those of the reserved block if no group is full."""
-        return [*self.blocks, *(page for pages in self.pages for page in pages)]
+    """Blocks that the full groups have; more than `blocks` if other groups lack what the longer prefix needs. Without
+    full groups: blocks that were computed before."""
 
 
 def first_needed(group: CacheGroup, position: int, block_size: int) -> int:

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from blake3 import blake3
 
-
 KEY_BYTES = 32
 """Length of a content key."""
 

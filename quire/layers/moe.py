@@ -69,6 +69,8 @@ class SparseMLP(nn.Module):
     counts: torch.Tensor
     gate_up: Weight
     down: Weight
+    shared_name = "mlp.shared_experts"
+    """What checkpoints call the shared experts, if they are held in the same stacks (`RouteRule.shared`)."""
 
     def __init__(
         self, build: BuildContext, routing: Routing, layer: int, namings: Sequence[ExpertNaming] = (ONE_BY_ONE,)
@@ -94,7 +96,8 @@ class SparseMLP(nn.Module):
             bias = nn.Parameter(build.memory.zeros((routing.num_experts,), torch.float32), requires_grad=False)
             self.choice_bias = bias
             self.rule = replace(routing.rule or RouteRule(), bias=bias)
-        self.router = build.parameter(routing.num_experts, hidden)
+        gates = 0 if self.rule is None else self.rule.gates
+        self.router = build.parameter(routing.num_experts + gates, hidden)
         counts = torch.zeros(routing.num_experts, dtype=torch.int64, device=build.device)
         self.register_buffer("counts", counts, persistent=False)
 
@@ -178,8 +181,10 @@ class SparseMLP(nn.Module):
             return biases | self._quantized.targets(self.router, self.namings)
         assert isinstance(self.gate_up, torch.Tensor) and isinstance(self.down, torch.Tensor)
         own = len(self.share.experts)
-        stacks = ExpertWeights(self.router, self.gate_up[:own], self.down[:own], self.share, self.namings).targets()
-        return biases | stacks | shared_targets(self.gate_up[own:], self.down[own:], self.share)
+        router = self.router[: self.routing.num_experts]
+        stacks = ExpertWeights(router, self.gate_up[:own], self.down[:own], self.share, self.namings).targets()
+        shared = shared_targets(self.gate_up[own:], self.down[own:], self.share, self.shared_name)
+        return biases | stacks | shared
 
 
 def _tensors(weight: Weight) -> list[torch.Tensor]:

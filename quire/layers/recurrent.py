@@ -6,8 +6,9 @@ Heads are split over the tensor-parallel ranks, and with them states, convolutio
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -319,6 +320,13 @@ class Mamba2Settings:
     def cache(self, build: BuildContext) -> StateCache:
         """What a row keeps in a layer on this rank."""
         return self.of_rank(build).cache(self.taps, build.dtype)
+
+
+def time_step_limit(raw: Mapping[str, Any]) -> tuple[float, float]:
+    """The least and largest time step in a config, where JSON's lack of an infinity is worked around in two ways."""
+    limits = raw.get("time_step_limit") or (0.0, "inf")
+    low, high = (each["__float__"] if isinstance(each, Mapping) else each for each in limits)
+    return float(low), float(high)
 
 
 class Mamba2Mixer(nn.Module):

@@ -291,7 +291,7 @@ def read_model_config(files: ModelFiles, hf_overrides: Mapping[str, Any] | None 
         try:
             return ModelConfig.from_dict(raw)
         except ValidationError:
-            if (complete := _with_defaults(raw)) is None:
+            if files.gguf is not None or (complete := _with_defaults(raw)) is None:
                 raise
             return ModelConfig.from_dict(complete)
     except QuireError:
@@ -305,9 +305,12 @@ def _with_defaults(raw: Mapping[str, Any]) -> dict[str, Any] | None:
     transformers does not know."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    if (family := raw.get("model_type")) not in CONFIG_MAPPING:
+    if (family := str(raw.get("model_type"))) not in CONFIG_MAPPING:
         return None
-    config = CONFIG_MAPPING[family].from_dict(dict(raw))
+    try:
+        config = CONFIG_MAPPING[family].from_dict(dict(raw))
+    except Exception:  # whatever the family's own checks raise: the caller has a message
+        return None
     named = {name: value for name in _LIMITS if (value := getattr(config, name, None)) is not None}
     return {**raw, **config.to_dict(), **named, "architectures": raw.get("architectures")}
 

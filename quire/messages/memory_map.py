@@ -39,6 +39,21 @@ class DeviceBlocks(msgspec.Struct, frozen=True, kw_only=True):
         return self.held + self.shared + self.moving
 
 
+class GroupBlocks(msgspec.Struct, frozen=True, kw_only=True):
+    """Blocks of one cache group: of the layers whose caches have the same lifetime."""
+
+    kind: Literal["full", "window", "state"]
+    layers: int
+    window: int = 0
+    """Window groups: tokens that are kept."""
+    state_blocks: int = 0
+    """State groups: blocks of one recurrent state, or of a snapshot of one."""
+    held: int
+    """With owners."""
+    cached: int
+    """In the prefix cache, without an owner."""
+
+
 class Sharing(msgspec.Struct, frozen=True, kw_only=True):
     """How many owners blocks have, and what that saves."""
 
@@ -71,6 +86,8 @@ class Owner(msgspec.Struct, frozen=True, kw_only=True):
     """On the device; of a swapped request, in host memory."""
     shared: int
     """Blocks that have other owners too."""
+    by_group: list[int] = []
+    """Blocks on the device by cache group, if the model has several."""
 
 
 class Owners(msgspec.Struct, frozen=True, kw_only=True):
@@ -193,6 +210,8 @@ class MemoryMap(msgspec.Struct, frozen=True, kw_only=True):
     sleeping: Sleeping | None = None
     """None before the first session is used."""
     experts: list[ExpertLoad] = []
+    groups: list[GroupBlocks] = []
+    """Cache groups, if the model has several."""
 
     def to_json(self) -> bytes:
         """The map as a file holds it."""

@@ -80,8 +80,9 @@ class Request:
     """One sequence inside the engine: number `index` of a `NewRequest`."""
 
     __slots__ = (
-        "arrival_order", "beam", "blocks", "first_scheduled", "id", "in_flight", "index", "key", "keys", "output",
-        "owned_keys", "preemptions", "prompt", "published", "row", "saved", "siblings", "source", "state", "tables",
+        "arrival_order", "beam", "blocks", "discards", "first_scheduled", "id", "in_flight", "index", "key", "keys",
+        "output", "owned_keys", "preemptions", "prompt", "published", "row", "saved", "siblings", "source", "state",
+        "tables",
     )  # fmt: skip
 
     def __init__(self, source: NewRequest, index: int, arrival_order: int, saved: int = 0) -> None:
@@ -110,7 +111,9 @@ class Request:
         self.beam = None if source.beams is None else Beam()
         """Its state in a beam search."""
         self.in_flight = 0
-        """Draws that were launched and not collected when it was preempted. Their tokens still count."""
+        """Draws that were launched and not collected when it was preempted. Their tokens still count…"""
+        self.discards = False
+        """…unless what they were drawn from was wrong."""
         self.preemptions = 0
         self.first_scheduled: float | None = None
 

@@ -51,3 +51,11 @@ class Ministral3ForCausalLM(LlamaForCausalLM):
         if scaled and not build.config.rope.get("original_max_position_embeddings"):
             raise UnsupportedModelError("llama_4_scaling_beta needs original_max_position_embeddings in the rope")
         super().__init__(build, LlamaVariant(attention=PositionScaledAttention if scaled else None))
+
+
+class Mistral3ForConditionalGeneration(Ministral3ForCausalLM):
+    """Mistral Small 3.1 and later, and Ministral 3, as published: with a vision tower, which is not loaded."""
+
+    def ignores(self, name: str) -> bool:
+        """The vision tower, too."""
+        return name.startswith(("vision_tower.", "multi_modal_projector.")) or super().ignores(name)

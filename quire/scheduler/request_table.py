@@ -281,7 +281,7 @@ class RequestTable:
             self.restart(request)
         for sequences in self._sequences.values():
             for request in sequences:
-                request.in_flight = 0
+                request.in_flight, request.discards = 0, False
         self.take_row_changes()  # the next plan resets every row
 
     # Collected tokens
@@ -312,9 +312,12 @@ class RequestTable:
             self.rows.collect(request.row, count)
             self.publish_output(request)
 
-    def collect_stale(self, request: Request) -> None:
-        """A draw from before the request was preempted is collected."""
+    def collect_stale(self, request: Request) -> bool:
+        """A draw from before the request was preempted is collected; returns whether it is to be discarded."""
         request.in_flight -= 1
+        is_discarded = request.discards
+        request.discards = is_discarded and request.in_flight > 0
+        return is_discarded
 
     def report_prompt_logprobs(self, request: Request, logprobs: PromptLogprobs) -> None:
         if not request.is_finished:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -22,7 +24,9 @@ NAN_VECTOR = "there is no vector: the model's hidden states are not numbers (NaN
 class ResultCollector:
     """Applies results to the request table."""
 
-    def __init__(self, requests: RequestTable, beams: BeamRows) -> None:
+    def __init__(self, requests: RequestTable, beams: BeamRows, in_flight: Sequence[InFlightStep]) -> None:
+        """`in_flight`: launched steps after the one that is applied."""
+        self._in_flight = in_flight
         self._requests = requests
         self._beams = beams
         self._rows = requests.rows
@@ -51,8 +55,8 @@ class ResultCollector:
         for i, request in enumerate(step.draws):
             if request.is_finished or not (live[i] or request.in_flight):
                 continue
-            if not live[i]:
-                self._requests.collect_stale(request)
+            if not live[i] and self._requests.collect_stale(request):
+                continue
             if (vector := result.vectors.get(i)) is not None:
                 self._collect_vector(request, vector)
             elif result.invalid[i]:
@@ -72,8 +76,10 @@ class ResultCollector:
         """The draw yielded nothing, and the row's recurrent state is a token ahead: it cannot compute the token again,
         and what it has drawn since is wrong."""
         if request.row >= 0:
+            row, epoch = request.row, int(self._rows.epoch[request.row])
             self._requests.restart(request)
-        request.in_flight = 0
+            request.in_flight = sum(step.draws_for(row, epoch) for step in self._in_flight)
+        request.discards = request.in_flight > 0
 
     def _collect_vector(self, request: Request, vector: Vector) -> None:
         if np.isfinite(vector).all():

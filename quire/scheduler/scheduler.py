@@ -76,7 +76,7 @@ class Scheduler:
         self._admission = Admission(self.requests, self._preemptor, token_budget, chunked_prefill, clock)
         self._writer = PlanWriter(self.requests, clock, holds_rows=microbatches is not None)
         self._beams = BeamRows(self.requests)
-        self._collector = ResultCollector(self.requests, self._beams)
+        self._collector = ResultCollector(self.requests, self._beams, self._in_flight)
         self._quarantine = Quarantine()
         self._pacer = pacer or NoPacer()
         self._microbatches = microbatches

@@ -134,7 +134,7 @@ class States:
     def _copy_live(self, parent: Request, child: Request) -> list[tuple[int, int]]:
         """Give the child pages for a state; returns the copies that fill them from the parent's."""
         self._rows[child] = _Row(self._rows[parent].last)
-        copies = []
+        copies: list[tuple[int, int]] = []
         for table, source in zip(self._tables.states_of(child), self._tables.states_of(parent), strict=True):
             table.blocks = self._pool.allocate(len(source.blocks))
             copies += zip(source.blocks, table.blocks, strict=True)

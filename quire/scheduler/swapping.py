@@ -238,7 +238,7 @@ class Swapper:
         """Whether all groups have what it takes to continue after so many tokens, the last of them in a partial
         block."""
         tables, full = self._tables, tokens // self._tables.block_size
-        if tables.num_full and reach < full:
+        if reach < full:
             return False
         window = [(n, key) for n, _ in tables.others for key in keys[tables.first_needed(n, tokens) : full]]
         is_there = all(self._has(n, key) for n, key in window if tables.groups[n].kind == "window")

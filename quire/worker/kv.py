@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ import torch
 from quire.errors import ConfigError
 from quire.kernels.kv import KVFormat, LayerKV, QuantizedKV
 from quire.layers.attention.base import KVSpec
-from quire.layers.caches import AttentionCache, LatentCache, StateCache, StateView
+from quire.layers.caches import AttentionCache, LatentCache, LayerCache, SharedCache, StateCache, StateView
 from quire.platforms.base import MemoryArena
 from quire.worker.geometry import CacheGeometry, StatePlaces, plain_geometry
 
@@ -65,12 +66,14 @@ class KVCache:
         """What each layer sees: [blocks, 2, kv_heads, block_size, head_dim] of attention (`LayerKV`), [blocks,
         block_size, width] of latent attention, a `StateView` of a recurrent layer."""
         pages = self.data.flatten(1).view(torch.uint8)
+        mixed = len({getattr(cache, "format", None) for cache in geometry.caches if not _is_shared(cache)}) > 1
         for cache, place in zip(geometry.caches, geometry.places, strict=True):
             if isinstance(place, StatePlaces):
                 assert isinstance(cache, StateCache)
                 self.layers.append(_state_view(pages, cache, place))
             elif isinstance(cache, AttentionCache | LatentCache):
-                self.layers.append(_layer_view(pages, place, cache, self.block_size))
+                view = _layer_view(pages, place, cache, self.block_size)
+                self.layers.append(replace(view, mixed=mixed) if isinstance(view, QuantizedKV) else view)
             else:
                 self.layers.append(self.layers[place])
         self.has_tokens = geometry.has_full_group
@@ -89,6 +92,10 @@ class KVCache:
             self.data[targets] = self.data[sources]
             if self.has_tokens:
                 self.tokens[targets] = self.tokens[sources]
+
+
+def _is_shared(cache: LayerCache) -> bool:
+    return isinstance(cache, SharedCache)
 
 
 def _layer_view(pages: torch.Tensor, offset: int, cache: AttentionCache | LatentCache, block_size: int) -> LayerKV:

@@ -14,6 +14,7 @@ from quire.kernels.triton.latent.prepare import prepare_latent  # isort: skip
 from quire.kernels.triton.latent.products import absorb, values_of_rows  # isort: skip
 from quire.layers.attention.base import AttentionInputs, LatentShape  # isort: skip
 from quire.layers.attention.torch_latent import TorchLatentAttention  # isort: skip
+from quire.layers.attention import triton_latent  # isort: skip
 from quire.layers.attention.triton_latent import TritonLatentAttention  # isort: skip
 
 SMALL = LatentShape(rank=48, rope=16, nope=24, value=20)
@@ -106,11 +107,19 @@ def test_equals_the_torch_backend(
         case.check(backend.attend(case.q, case.latent, case.kv, case.up, case.inputs, case.scale))
 
 
-def test_prompts_known_to_have_no_context() -> None:
-    case = Case([17, 40], [17, 40], 4, SMALL, 16, torch.float32)
-    case.inputs.has_context = False
+@pytest.mark.parametrize("earlier", [[0, 0], [0, 33], [50, 19]])
+def test_prompts_with_known_contexts(earlier: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    own = [17, 40]
+    lens = [length + before for length, before in zip(own, earlier, strict=True)]
+    case = Case([9, *lens], [1, *own], 4, SMALL, 16, torch.float32)
+    case.inputs.contexts, case.inputs.query_lens = earlier, own
+    monkeypatch.setattr(triton_latent, "EXPANDED_QUERIES", 0)
+    monkeypatch.setattr(triton_latent, "PIECE_BYTES", 0)
+    monkeypatch.setattr(triton_latent, "MIN_PIECE", 29)
     backend = TritonLatentAttention(4, SMALL)
     backend.prepare(case.kv, case.inputs)
+    assert len(case.inputs.plans.get("latent pieces", ())) == -(-sum(earlier) // 29)
+    assert "latent context" not in case.inputs.plans
     case.check(backend.attend(case.q, case.latent, case.kv, case.up, case.inputs, case.scale))
 
 

@@ -242,7 +242,12 @@ def test_storm(seed: int) -> None:
 GROUPS = {
     "window": (FULL, CacheGroup("window", (), window=3)),
     "state": (FULL, CacheGroup("state", (), pages=2)),
-    "all": (FULL, CacheGroup("window", (), window=6), CacheGroup("state", (), pages=1), CacheGroup("state", (), pages=2)),
+    "all": (
+        FULL,
+        CacheGroup("window", (), window=6),
+        CacheGroup("state", (), pages=1),
+        CacheGroup("state", (), pages=2),
+    ),
 }
 
 

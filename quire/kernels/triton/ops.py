@@ -257,8 +257,8 @@ class TritonOps(TorchOps):
             return self.quantized(gate_up).sparse_mlp(
                 x, residual, gain, eps, router, gate_up, down, top_k, renormalise, counts, slots, rule, variant
             )  # fmt: skip
-        shared = 0 if rule is None else rule.shared
-        if x is not None and router.shape[0] + shared == gate_up.shape[0]:
+        shared, gates = (0, 0) if rule is None else (rule.shared, rule.gates)
+        if x is not None and router.shape[0] - gates + shared == gate_up.shape[0]:
             config = self._experts_config(x, gate_up, down, top_k + shared)
             if config is not None and config.kernel == "vector":
                 # Four kernels: the norm is fused into the router's GEMM and into the experts' first one.

@@ -195,9 +195,9 @@ class FairShare(SharingPolicy):
     def accept(self, source: NewRequest) -> None:
         """Refuse a request that may outgrow its tenant's cap. One without `max_tokens` ends at the cap."""
         cap = self.shares.block_cap(source.tenant, self._tables.pool.capacity)
-        if self._tables.blocks_for(source.limit - 1) <= cap:
+        if self._tables.pages_for(source.limit - 1) <= cap:
             return
-        longest = cap * self._tables.block_size + 1  # the last token needs no slot
+        longest = self._tables.tokens_in(cap) + 1  # the last token needs no slot
         if source.params.max_tokens is None and source.pooling is None and len(source.prompt) < longest:
             source.limit = longest
             return
@@ -219,7 +219,7 @@ class FairShare(SharingPolicy):
         if not self.shares.max_blocks:
             return
         tenants, growing = self._tenants, list(growing)
-        more = self._sum_by_tenant([request.row for request in growing])
+        more = self._sum_by_tenant([request.row for request in growing]) * self._tables.pages_per_block
         held = self._blocks_held()
         for place in np.flatnonzero((more > 0) & (held + more > tenants.max_blocks)).tolist():
             leaving = self._last_of(place)
@@ -229,13 +229,13 @@ class FairShare(SharingPolicy):
                 if held[place] + more[place] <= tenants.max_blocks[place]:
                     break
                 held[place] -= self._blocks_of(request)
-                more[place] -= request in growing
+                more[place] -= self._tables.pages_per_block * (request in growing)
                 yield request
 
     def _has_blocks_for(self, request: Request, place: int) -> bool:
         if not self.shares.max_blocks:
             return True
-        needed = self._tables.blocks_for(request.known)
+        needed = self._tables.pages_for(request.known)
         return bool(self._blocks_held()[place] + needed <= self._tenants.max_blocks[place])
 
     def _rows_held(self) -> NDArray[np.int64]:
@@ -251,13 +251,16 @@ class FairShare(SharingPolicy):
         share counts for each."""
         rows = np.flatnonzero(self._owner != NO_TENANT)
         tokens = np.maximum(self._rows.capacity[rows], self._rows.known[rows])
-        held = self._sum_by_tenant(rows, -(-tokens // self._tables.block_size))
+        if self._tables.others:
+            held = self._sum_by_tenant(rows, np.array([self._tables.pages_for(int(one)) for one in tokens], np.int64))
+        else:
+            held = self._sum_by_tenant(rows, -(-tokens // self._tables.block_size))
         for request in self._requests.swapper.requests:
             held[self._tenants.of(request).place] += self._blocks_of(request)
         return held
 
     def _blocks_of(self, request: Request) -> int:
-        return max(len(request.blocks), self._tables.blocks_for(request.known))
+        return self._tables.pages_for(max(len(request.blocks) * self._tables.block_size, request.known))
 
     def _sum_by_tenant(
         self, rows: Sequence[int] | NDArray[np.int64], each: NDArray[np.int64] | None = None
