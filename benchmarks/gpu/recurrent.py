@@ -42,23 +42,19 @@ COLD_BYTES = 150 << 20
 PAGE = 320 << 10
 DECODES = {
     "delta": [
-        DecodeConfig(4, 168), DecodeConfig(4, 255), DecodeConfig(8, 128), DecodeConfig(8, 255), DecodeConfig(16, 128),
+        DecodeConfig(8, 128), DecodeConfig(4, 255), DecodeConfig(8, 168), DecodeConfig(16, 112),
     ],
-    "mamba": [DecodeConfig(4, 168), DecodeConfig(4, 128), DecodeConfig(8, 128), DecodeConfig(8, 84)],
+    "mamba": [DecodeConfig(8, 80), DecodeConfig(8, 128), DecodeConfig(4, 128), DecodeConfig(4, 168)],
 }  # fmt: skip
 PROMPTS: dict[str, list[Any]] = {
     "delta": [
-        DeltaNetConfig(solve_precision="tf32", solve_leaf=1),
-        DeltaNetConfig(solve_precision="tf32", solve_leaf=16),
-        DeltaNetConfig(solve_precision="tf32", solve_leaf=8),
-        DeltaNetConfig(solve_precision="tf32x3", solve_leaf=1),
-        DeltaNetConfig(solve_precision="tf32", scan_stages=3),
-        DeltaNetConfig(solve_precision="tf32", scan_stages=1),
-        DeltaNetConfig(solve_precision="tf32", scan_warps=8),
-        DeltaNetConfig(solve_precision="tf32", scan_values=64),
-        DeltaNetConfig(solve_precision="tf32", scan_values=64, scan_warps=8),
+        DeltaNetConfig(scan_stages=3),
+        DeltaNetConfig(scan_values=64),
+        DeltaNetConfig(scan_values=64, scan_stages=3),
+        DeltaNetConfig(scan_values=64, scan_stages=1),
+        DeltaNetConfig(scan_stages=3, solve_warps=8),
     ],
-    "mamba": [Mamba2Config(4, 2), Mamba2Config(8, 2), Mamba2Config(4, 3), Mamba2Config(8, 3), Mamba2Config(4, 1)],
+    "mamba": [Mamba2Config(8, 3), Mamba2Config(4, 1), Mamba2Config(8, 1)],
 }
 
 

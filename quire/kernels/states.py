@@ -1,7 +1,7 @@
 """Recurrent layers as kernels see them: the weights of a layer's recurrence, its states, and the rows of a step.
 
-A recurrent layer keeps two things for each row. The *state* of its recurrence: a matrix [value_dim, key_dim] float32
-for each head, one piece each. The last inputs of its causal convolution, in a *ring*: the input of position p is in
+A recurrent layer keeps two things for each row. The *state* of its recurrence: a matrix [key_dim, value_dim] float32
+for each head, one piece each (sums over keys are then between registers of a thread, not between threads). The last inputs of its causal convolution, in a *ring*: the input of position p is in
 slot p % ring_slots, in pieces of some channels [ring_slots, channels of a piece]. With `queries` tokens a step the ring
 has taps - 1 + queries slots, so what a step writes never overlaps what it reads: programs that share channels need not
 wait for each other, and a ring is right after any prefix of a step's tokens.

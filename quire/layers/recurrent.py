@@ -130,7 +130,7 @@ class DeltaNetHeads:
     def cache(self, taps: int, dtype: torch.dtype) -> StateCache:
         """What a row keeps on this rank. `dtype`: of the activations."""
         channels = 2 * _size(self.key_rows) + _size(self.value_rows)
-        return _cache(_size(self.value), (self.value_dim, self.key_dim), channels, taps, dtype)
+        return _cache(_size(self.value), (self.key_dim, self.value_dim), channels, taps, dtype)
 
     def qkvz_by_head(self, rows: torch.Tensor) -> torch.Tensor:
         """q | k | v | z of the rank's heads, from rows that are ordered by key head: its q, k, v and z."""
@@ -218,7 +218,7 @@ class Mamba2Heads:
     def cache(self, taps: int, dtype: torch.dtype) -> StateCache:
         """What a row keeps on this rank. `dtype`: of the activations."""
         channels = _size(self.inner) + 2 * _size(self.shared)
-        return _cache(_size(self.heads), (self.head_dim, self.state_dim), channels, taps, dtype)
+        return _cache(_size(self.heads), (self.state_dim, self.head_dim), channels, taps, dtype)
 
     def parts(self, name: str) -> list[FusedPart]:
         """The rank's rows of the input projection: z | x | B | C | dt."""
