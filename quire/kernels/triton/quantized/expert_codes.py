@@ -158,10 +158,33 @@ def split_fp4(codes, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def split_fp4_pairs(codes, DTYPE: tl.constexpr):
+def split_fp4_pairs(codes, DTYPE: tl.constexpr, RAW: tl.constexpr):
     """Two bytes of codes as one int16: (low nibble of the first, of the second, high nibble of the first, of the
-    second) as e2m1 numbers in DTYPE. A thread's elements stay where they are: nothing is packed or unpacked."""
-    if tl.bfloat16 == DTYPE and not EMULATED:
+    second) as e2m1 numbers in DTYPE. A thread's elements stay where they are: nothing is packed or unpacked.
+
+    RAW: bfloat16 is left 2^126 times too small, to be multiplied by `raw_power_of_two`.
+    """
+    if tl.bfloat16 == DTYPE and not EMULATED and RAW:
+        a, b, c, d = tl.inline_asm_elementwise(
+            """{ .reg .b32 s, t;
+            shl.b32 s, $4, 12;
+            shl.b32 t, $4, 6;
+            and.b32 t, t, 0x01c001c0;
+            lop3.b32 $0, s, 0x80008000, t, 0xea;
+            shl.b32 s, $4, 4;
+            shr.b32 t, $4, 2;
+            and.b32 t, t, 0x01c001c0;
+            lop3.b32 $1, s, 0x80008000, t, 0xea;
+            shl.b32 s, $4, 8;
+            shl.b32 t, $4, 2;
+            and.b32 t, t, 0x01c001c0;
+            lop3.b32 $2, s, 0x80008000, t, 0xea;
+            shr.b32 t, $4, 6;
+            and.b32 t, t, 0x01c001c0;
+            lop3.b32 $3, $4, 0x80008000, t, 0xea; }""",
+            "=&r,=&r,=&r,=&r,r", [codes], (tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), True, 2,
+        )  # fmt: skip
+    elif tl.bfloat16 == DTYPE and not EMULATED:
         a, b, c, d = tl.inline_asm_elementwise(
             """{ .reg .b32 s, t, m;
             mov.b32 m, 0x7e807e80;
@@ -215,6 +238,16 @@ def times(value, scale, DTYPE: tl.constexpr):
     else:
         out = (value.to(tl.float32) * scale.to(tl.float32)).to(DTYPE)
     return out
+
+
+@triton.jit
+def raw_power_of_two(exponent, DTYPE: tl.constexpr):
+    """2^(exponent - 127) of uint8 exponents up to 128, times what `split_fp4_pairs` has left out."""
+    if tl.bfloat16 == DTYPE and not EMULATED:
+        scale = ((exponent.to(tl.int16) + 126) << 7).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    else:
+        scale = power_of_two(exponent, DTYPE)
+    return scale
 
 
 @triton.jit

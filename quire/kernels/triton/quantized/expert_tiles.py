@@ -30,6 +30,7 @@ from quire.kernels.triton.moe.tile import GROUP, SWAPPED, WIDE
 from quire.kernels.triton.quantized.expert_codes import (
     affine,
     power_of_two,
+    raw_power_of_two,
     scale_of,
     split_fp4,
     split_fp4_pairs,
@@ -292,6 +293,8 @@ def group_of(
             own = own.to(tl.float32) * tl.load(factor + whole)
         elif KIND == "mxfp4":
             own = power_of_two(own, DTYPE)
+        elif KIND == "mxfp4-bounded":
+            own = raw_power_of_two(own, DTYPE)
         elif minimum is not None:
             least = _group_values(minimum, expert, first, column, k, N, K, ALL, G, BLOCK_N)
         elif zero is not None:
@@ -307,7 +310,7 @@ def numbers(code, group, KIND: tl.constexpr, DTYPE: tl.constexpr):
     """Codes [outputs, inputs of one group] as numbers, each rounded once to DTYPE."""
     if KIND == "codes" or KIND == "nvfp4":
         value = (code.to(tl.float32) * group[0][:, None]).to(DTYPE)
-    elif KIND == "mxfp4":
+    elif KIND == "mxfp4" or KIND == "mxfp4-bounded":
         value = times(code, group[0][:, None], DTYPE)
     else:
         if KIND == "int8":
@@ -358,14 +361,14 @@ def _add_product(
 
 @triton.jit
 def _add_pairs(
-    total, even, odd, high_even, high_odd, codes, groups, DTYPE: tl.constexpr
+    total, even, odd, high_even, high_odd, codes, groups, KIND: tl.constexpr, DTYPE: tl.constexpr
 ):  # fmt: skip
     """As `_add_product`, of MXFP4 codes in pairs of bytes: four products, of even and of odd inputs apart."""
-    a, b, c, d = split_fp4_pairs(codes, DTYPE)
-    total = tl.dot(numbers(a, groups[0], "mxfp4", DTYPE), even.T, total, input_precision="ieee")
-    total = tl.dot(numbers(b, groups[0], "mxfp4", DTYPE), odd.T, total, input_precision="ieee")
-    total = tl.dot(numbers(c, groups[1], "mxfp4", DTYPE), high_even.T, total, input_precision="ieee")
-    return tl.dot(numbers(d, groups[1], "mxfp4", DTYPE), high_odd.T, total, input_precision="ieee")
+    a, b, c, d = split_fp4_pairs(codes, DTYPE, KIND == "mxfp4-bounded")
+    total = tl.dot(numbers(a, groups[0], KIND, DTYPE), even.T, total, input_precision="ieee")
+    total = tl.dot(numbers(b, groups[0], KIND, DTYPE), odd.T, total, input_precision="ieee")
+    total = tl.dot(numbers(c, groups[1], KIND, DTYPE), high_even.T, total, input_precision="ieee")
+    return tl.dot(numbers(d, groups[1], KIND, DTYPE), high_odd.T, total, input_precision="ieee")
 
 
 @triton.jit
@@ -421,10 +424,10 @@ def _dequantized(
                 high_even = tl.load(lines + k + HALF)
                 high_odd = tl.load(lines + k + HALF + BLOCK_B // 2)
                 codes = _code_tile(weight, None, line, column, b // 2, N, BYTES // 2, BLOCK_N, BLOCK_B // 2)
-                total = _add_pairs(total, even, odd, high_even, high_odd, codes, groups, DTYPE)
+                total = _add_pairs(total, even, odd, high_even, high_odd, codes, groups, KIND, DTYPE)
                 if GATED:
                     codes = _code_tile(weight, None, line + N, column, b // 2, N, BYTES // 2, BLOCK_N, BLOCK_B // 2)
-                    gated = _add_pairs(gated, even, odd, high_even, high_odd, codes, up_groups, DTYPE)
+                    gated = _add_pairs(gated, even, odd, high_even, high_odd, codes, up_groups, KIND, DTYPE)
             else:
                 if HALF or K % BLOCK_B == 0:
                     low = tl.load(lines + k)
@@ -548,8 +551,8 @@ def _launch(
         _dequantized[grid](
             x, stack.codes.view(torch.int16) if pairs else stack.codes, stack.scale, stack.zero, stack.minimum, stack.factor, bias, layout.order, layout.spans, out,
             **_dequantized_constants(
-                stack.kind, stack.experts, top_k, columns, stack.inputs, stack.group, stack.half, config.block_m, block,
-                gated, activation, stack.dtype, pairs,
+                "mxfp4-bounded" if pairs and stack.bounded else stack.kind, stack.experts, top_k, columns, stack.inputs,
+                stack.group, stack.half, config.block_m, block, gated, activation, stack.dtype, pairs,
             ),
         )  # fmt: skip
         return
