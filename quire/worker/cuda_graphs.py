@@ -31,7 +31,9 @@ from quire.worker.paths import DecodeShape, PathOutput, StepPath, forward, requi
 
 WARM_DECODES = 16
 WARM_TOKENS = (64, 512)
-"""Prompt tokens of the mixed steps that are captured at start: together they load every kernel."""
+ALONE_TOKENS = (32, 512)
+"""Prompt tokens of the mixed steps that are captured at start, with decodes and without. The former load every kernel;
+the latter are what a first request's prompt needs, whole and from its last boundary on."""
 _spare_streams: dict[int, list[torch.cuda.Stream]] = {}
 """By device, streams that earlier engines captured on: cuBLAS keeps 32 MiB for every stream it was ever used on."""
 
@@ -227,8 +229,9 @@ class CapturedMixedPath(_CapturedPath):
     @torch.inference_mode()
     def capture_some(self) -> None:
         """Capture a few shapes; others are captured when first needed, with kernels that are loaded here."""
-        for tokens, is_long in itertools.product(WARM_TOKENS, (False, True)):
-            shape = MixedShape(WARM_DECODES, tokens, is_long, grouped=False)
+        shapes = [(WARM_DECODES, *each) for each in itertools.product(WARM_TOKENS, (False, True))]
+        for decodes, tokens, is_long in [*shapes, *((0, tokens, False) for tokens in ALONE_TOKENS)]:
+            shape = MixedShape(decodes, tokens, is_long, grouped=False)
             if self._lay_out_padding(shape):
                 self._capture(shape)
 
