@@ -52,11 +52,22 @@ def kept_rows(starts: Sequence[int], keeps: Sequence[slice]) -> list[slice]:
     return [slice(start + keep.start, start + keep.stop) for start, keep in zip(starts, keeps, strict=True)]
 
 
-class _Recurrence(nn.Module):
+class Recurrence(nn.Module):
     """Weights that both kinds have: the convolution's, the decay, the bias of the time step."""
 
     group = 0
     """The cache group that the states are in."""
+    spec: DeltaNet | Mamba2
+
+    @property
+    def in_width(self) -> int:
+        """Features of the input product."""
+        return self.spec.in_width
+
+    @property
+    def shape(self) -> tuple[object, ...]:
+        """Equal for layers that the same kernels serve."""
+        return (type(self).__name__, *self.spec.sizes, tuple(self.conv.shape), self.conv.dtype)
 
     def __init__(
         self,
@@ -145,8 +156,10 @@ class DeltaNetHeads:
         return torch.cat([part.flatten(0, 1) for part in rows.unflatten(0, (-1, 2 * repeat)).split(repeat, dim=1)])
 
 
-class DeltaNetRecurrence(_Recurrence):
+class DeltaNetRecurrence(Recurrence):
     """Convolution, gates, gated delta rule and gated norm; see `DeltaNet`."""
+
+    spec: DeltaNet
 
     def __init__(self, build: BuildContext, heads: DeltaNetHeads, layer: int, taps: int) -> None:
         """`layer`: its index in the whole model."""
@@ -228,8 +241,10 @@ class Mamba2Heads:
         return [FusedPart(name, total, keep) for keep in (self.inner, *self.channels(self.inner_size), last)]
 
 
-class Mamba2Recurrence(_Recurrence):
+class Mamba2Recurrence(Recurrence):
     """Convolution, selective scan, gate and norm; see `Mamba2`."""
+
+    spec: Mamba2
 
     def __init__(
         self,

@@ -50,9 +50,7 @@ def random_mamba2(
 
 def random_inputs(layer: DeltaNet | Mamba2, tokens: int, dtype: torch.dtype) -> torch.Tensor:
     """What the input product gives."""
-    heads = 2 * layer.value_heads if isinstance(layer, DeltaNet) else layer.heads
-    width = layer.channels + layer.width + heads
-    return torch.randn(tokens, width, device=layer.conv.device).to(dtype)
+    return torch.randn(tokens, layer.in_width, device=layer.conv.device).to(dtype)
 
 
 def state_parts(layer: DeltaNet | Mamba2, dtype: torch.dtype, queries: int = 1) -> tuple[StatePart, StatePart]:
