@@ -1,21 +1,22 @@
 """Products of one to sixteen rows with 4-bit weights, in the order of a layer: checked, then timed in a chain.
 
-    python -m benchmarks.gpu.fewbits [--quick] [--rows 1 8] [--solo]
+    python -m benchmarks.gpu.fewbits [--quick] [--rows 1 8]
 
 What counts in a decode step is a layer's kernels one after the other, each launched while its predecessor runs. So
 variants of a product are timed inside a chain of Llama-3.1-8B's layer, in a CUDA graph over weights that are not in L2:
-its four products, and with `layer` the cache write and attention over 640 tokens between the first two. The last table
+its four products, and under `layer` the cache write and attention over 640 tokens between the first two. The last table
 is microseconds a layer, and TB/s of the products' bytes.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import multiprocessing
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from typing import Any
+from dataclasses import replace
 
 import torch
 
@@ -27,75 +28,103 @@ from benchmarks.gpu.weight_only_gemm import (
     Inputs,
     Shape,
     Variant,
-    compile_one,
-    compute,
     new_inputs,
     random_weight,
     reference,
 )
-from quire.kernels.triton.ops import TritonOps
+from quire.kernels.triton.elementwise import add_rms_norm
 from quire.kernels.triton.qkv import prepare_qkv
-from quire.kernels.triton.quantized.gemm import WeightOnlyConfig
-from quire.kernels.triton.quantized.weight_only import choose
+from quire.kernels.triton.quantized.gemm import WeightOnlyConfig, WeightOnlyGemm, WordWeight, as_words
+from quire.kernels.triton.quantized.tiled_rows import tiled
+from quire.kernels.triton.quantized.weight_only import choose, compile_gemm, run
 from quire.kernels.triton.skinny_gemm.timing import GraphTimer, raise_clocks
+from quire.kernels.weights.grouped import GroupedWeight
+from quire.kernels.weights.packing import pack_words, unpack_words
 
-LAYERS = 8
-"""Layers of a chain: 880 MB of codes; the smallest product of all of them does not fit into L2."""
+LAYERS = 6
+"""Layers of a chain: 680 MB of weights; the smallest product of all of them does not fit into L2."""
 CONTEXT = 640
-Chain = dict[str, Variant]
+SPAN = 256
 
-
-def stream(
-    block_n: int, warps: int, depth: int, programs: int, steps: int, early: bool = True, block_m: int = 8
-) -> Any:
-    return WeightOnlyConfig("stream", block_n, block_m, warps, depth, programs=programs, early=early, steps=steps)
-
-
-STREAMS = {
-    "qkv": [
-        (16, 8, 4, 3, 1), (16, 8, 2, 3, 2), (16, 4, 4, 3, 2), (16, 8, 8, 2, 1), (32, 8, 4, 2, 1), (16, 16, 2, 2, 1),
-        (16, 8, 8, 1, 1), (32, 8, 4, 1, 1), (16, 16, 4, 1, 1),
-    ],
-    "o": [
-        (16, 8, 4, 2, 1), (16, 8, 2, 2, 2), (16, 4, 4, 2, 2), (32, 8, 4, 1, 1), (16, 16, 2, 2, 1), (16, 8, 1, 2, 4),
-        (16, 8, 8, 1, 1), (16, 16, 4, 1, 1),
-    ],
+TILED = {
+    "qkv": [(16, 8, 2, 2), (16, 8, 2, 3), (16, 4, 4, 3), (16, 4, 2, 3), (16, 8, 2, 1)],
+    "o": [(16, 8, 2, 2), (16, 4, 4, 2), (16, 4, 2, 2), (16, 8, 2, 1)],
     "gate_up": [
-        (16, 8, 8, 2, 1), (16, 8, 4, 2, 2), (16, 8, 3, 2, 4), (32, 8, 4, 2, 1), (32, 8, 8, 1, 1), (32, 16, 4, 1, 1),
-        (32, 8, 4, 1, 2), (16, 16, 8, 1, 1), (16, 16, 4, 1, 2), (16, 4, 8, 4, 1),
-        (16, 4, 4, 4, 2), (32, 4, 4, 2, 2), (16, 8, 4, 3, 1),
+        (16, 8, 2, 2), (16, 4, 4, 3), (16, 4, 2, 4), (32, 4, 2, 2), (32, 4, 2, 3), (16, 8, 2, 1), (32, 8, 2, 1),
     ],
-    "down": [
-        (16, 8, 8, 2, 1), (16, 8, 4, 2, 2), (16, 8, 6, 2, 2), (32, 8, 8, 1, 1), (32, 8, 4, 1, 2), (16, 16, 4, 2, 1),
-        (32, 16, 4, 1, 1), (16, 4, 8, 2, 2),
-    ],
+    "down": [(16, 4, 2, 2), (16, 8, 1, 2), (16, 4, 7, 2), (32, 8, 1, 1), (16, 8, 7, 2)],
 }  # fmt: skip
-"""(outputs, warps, stages, programs a multiprocessor, spans of a warp in a stage) of `stream`."""
-SHARED = 220 << 10
+"""(outputs, warps, spans in flight, programs a multiprocessor) of `tiled`."""
 
 
-def variants(shape: Shape, rows: int) -> list[Variant]:
-    """What is timed; the first is what the engine runs."""
+def variants(shape: Shape, rows: int) -> list[tuple[str, Variant]]:
+    """Orders and variants; the first is what the engine runs."""
     chosen = choose(shape.n, shape.k // 128, rows)
     fused = rows == 1 and shape.norm
-    found = [Variant(chosen, fused and chosen.kernel in ("few", "stream"), shape.silu)]
+    found = [("few", Variant(chosen, fused and chosen.kernel == "few", shape.silu))]
     block_m = 8 if rows <= 8 else 16
-    for block_n, warps, depth, programs, steps in STREAMS[shape.name]:
-        held = shape.k * 2 * (1 if rows == 1 else block_m)
-        ring = depth * steps * warps * block_n * 64
-        if (held + ring + 4 * shape.k // 128 * block_n + 2048) * programs <= SHARED:
-            for early in (True, False) if rows == 1 and (block_n, steps) == (16, 1) else (True,):
-                config = stream(block_n, warps, depth, programs, steps, early, block_m)
-                found.append(Variant(config, fused, shape.silu))
+    held = shape.k * 2 * (1 if rows == 1 else block_m)
+    for number, (block_n, warps, depth, programs) in enumerate(TILED[shape.name]):
+        config = WeightOnlyConfig("tiled", block_n, block_m, warps, depth, programs=programs, early=True)
+        if (held + 8192) * programs > 220 << 10:
+            continue
+        found.append(("tiled", Variant(config, fused, shape.silu)))
+        if number == 0 and rows == 1:
+            found.append(("tiled", Variant(replace(config, prefetch=2), fused, shape.silu)))
+            if shape.norm:
+                found.append(("rows", Variant(config, fused, shape.silu)))
+            if shape.silu:
+                found.append(("tiled", Variant(replace(config, early=False), fused, shape.silu)))
     return found
+
+
+def orders(weight: GroupedWeight) -> dict[str, WordWeight]:
+    """The weight in every order."""
+    words = as_words(weight)
+    assert words is not None
+    if words.codes.is_meta:
+        wide = words._replace(span=SPAN)
+        return {"few": words, "rows": wide, "tiled": wide._replace(tiled=True)}
+    codes = pack_words(unpack_words(weight.codes, 4, words.span), 4, SPAN)
+    wide = words._replace(codes=codes.view(torch.int16), span=SPAN)
+    return {"few": words, "rows": wide, "tiled": tiled(wide)}
+
+
+def gemm_of(inputs: Inputs, variant: Variant, weight: WordWeight, normed: bool) -> WeightOnlyGemm:
+    gemm = WeightOnlyGemm(inputs.x, weight, silu=variant.silu)
+    if variant.norm:
+        gemm.gain, gemm.residual, gemm.eps = inputs.gain, inputs.residual, EPS
+        gemm.stream = torch.empty_like(inputs.x)
+    elif normed and not inputs.x.is_meta:
+        gemm.x, _ = add_rms_norm(inputs.x, inputs.residual, inputs.gain, EPS)
+    return gemm
+
+
+def compile_one(job: tuple[Shape, int, str, Variant]) -> str | None:
+    shape, rows, order, variant = job
+    weight = random_weight(shape, "int4", "meta")
+    assert isinstance(weight, GroupedWeight)
+    try:
+        compile_gemm(gemm_of(new_inputs(shape, rows, "meta"), variant, orders(weight)[order], False), variant.config)
+    except Exception as error:  # the others may still be timed
+        return f"{shape.name} {rows} {order} {variant}: {type(error).__name__} {str(error)[:200]}"
+    return None
 
 
 class Layers:
     """Weights and caches of some layers, and activations of some rows."""
 
     def __init__(self) -> None:
-        self.weights = [{shape.name: random_weight(shape, "int4", "cuda") for shape in SHAPES} for _ in range(LAYERS)]
-        self.ops = TritonOps()
+        self.plain: dict[str, GroupedWeight] = {}
+        self.weights: list[dict[str, dict[str, WordWeight]]] = []
+        for _ in range(LAYERS):
+            layer = {}
+            for shape in SHAPES:
+                weight = random_weight(shape, "int4", "cuda")
+                assert isinstance(weight, GroupedWeight)
+                layer[shape.name] = orders(weight)
+                self.plain[shape.name] = weight
+            self.weights.append(layer)
 
     def set_rows(self, rows: int) -> None:
         self.inputs = {shape.name: new_inputs(shape, rows, "cuda") for shape in SHAPES}
@@ -106,15 +135,18 @@ class Layers:
         self.slots = blocks * BLOCK + (CONTEXT - 1) % BLOCK
         self.angles = torch.randn(4096, DIM, device="cuda")
 
-    def run(self, chain: Chain, attends: bool) -> None:
+    def product(self, shape: Shape, order: str, variant: Variant, layer: int) -> torch.Tensor:
+        gemm = gemm_of(self.inputs[shape.name], variant, self.weights[layer][shape.name][order], shape.norm)
+        return run(gemm, variant.config)
+
+    def step(self, chain: dict[str, tuple[str, Variant]], attends: bool) -> None:
         """A step of all layers."""
         attention = self.attention
         rows = len(attention.lens)
-        plan = self.kernel.plan(attention.lens, attention.rows, rows, None) if attends else None
-        for layer, weights in enumerate(self.weights):
+        plan = self.kernel.plan(attention.lens, attention.rows, rows, None)
+        for layer in range(LAYERS):
             for shape in SHAPES:
-                inputs = self.inputs[shape.name]
-                out = compute(self.ops, shape, chain[shape.name], inputs, weights[shape.name])
+                out = self.product(shape, *chain[shape.name], layer)
                 if attends and shape.name == "qkv":
                     kv = attention.layers[layer]
                     q = prepare_qkv(
@@ -124,20 +156,20 @@ class Layers:
                         q, kv, attention.out, attention.tables, attention.rows, attention.lens, plan, rows, SCALE, None
                     )  # fmt: skip
 
+    def error(self, shape: Shape, order: str, variant: Variant) -> float:
+        """The relative error of a variant."""
+        inputs = self.inputs[shape.name]
+        expected = reference(shape, inputs, self.plain[shape.name])
+        torch.full_like(expected, float("nan"), dtype=inputs.x.dtype)  # what the result's memory held before
+        kept = inputs.residual.clone()
+        out = self.product(shape, order, variant, LAYERS - 1)
+        inputs.residual.copy_(kept)
+        return ((out.float() - expected).norm() / expected.norm()).item()
 
-def check(layers: Layers, shape: Shape, variant: Variant) -> float:
-    """The relative error of a variant."""
-    inputs = layers.inputs[shape.name]
-    weight = layers.weights[-1][shape.name]
-    expected = reference(shape, inputs, weight)
-    torch.full_like(expected, float("nan"), dtype=inputs.x.dtype)  # what the result's memory held before
-    out = compute(layers.ops, shape, variant, Inputs(inputs.x, inputs.residual.clone(), inputs.gain), weight)
-    return ((out.float() - expected).norm() / expected.norm()).item()
 
-
-def attempt(run: Callable[[], float], text: str) -> float:
+def attempt(measure: Callable[[], float], text: str) -> float:
     try:
-        return run()
+        return measure()
     except Exception as failure:  # the others may still be timed
         print(f"FAILED {text}: {type(failure).__name__} {str(failure)[:300]}", flush=True)
         torch.cuda.synchronize()
@@ -152,79 +184,73 @@ def main() -> None:
     row_counts = options.rows or ([1, 8] if options.quick else [1, 2, 4, 8, 16])
     began = time.perf_counter()
     jobs = [
-        (shape, rows, variant, "int4")
+        (shape, rows, order, variant)
         for rows in row_counts
         for shape in SHAPES
-        for variant in variants(shape, rows)
+        for order, variant in variants(shape, rows)
         if variant.config.kernel != "dequantize"
     ]
     broken = set()
     with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
-        for job, failure in zip(jobs, pool.map(compile_one, jobs, chunksize=2), strict=True):
+        for job, failure in zip(jobs, pool.map(compile_one, jobs, chunksize=1), strict=True):
             if failure:
-                broken.add(job[:3])
+                broken.add(job)
                 print("not compiled:", failure)
     print(f"{len(jobs)} kernels compiled in {time.perf_counter() - began:.0f} s", flush=True)
 
     raise_clocks()
     layers, timer = Layers(), GraphTimer(replays=4)
-    nbytes = sum(weight.nbytes for weight in layers.weights[0].values())
+    nbytes = sum(weight.nbytes for weight in layers.plain.values())
     table = []
+
+    def chain_us(chain: dict[str, tuple[str, Variant]], attends: bool = False) -> float:
+        layers.step(chain, attends)
+        return timer.replay(lambda: layers.step(chain, attends)) / LAYERS
+
+    def solo_us(shape: Shape, order: str, variant: Variant) -> float:
+        def products() -> None:
+            for layer in range(LAYERS):
+                layers.product(shape, order, variant, layer)
+
+        return timer.replay(products) / LAYERS
+
     for rows in row_counts:
         layers.set_rows(rows)
-        sound = {}
+        sound: dict[str, list[tuple[str, Variant]]] = {}
         for shape in SHAPES:
             sound[shape.name] = []
-            for variant in variants(shape, rows):
-                if (shape, rows, variant) in broken:
+            for choice in variants(shape, rows):
+                if (shape, rows, *choice) in broken:
                     continue
-                text = f"{shape.name} {rows} {variant}"
-                error = attempt(lambda: check(layers, shape, variant), text)  # noqa: B023
+                text = f"{shape.name} {rows} {choice[0]} {choice[1]}"
+                error = attempt(functools.partial(layers.error, shape, *choice), text)
                 if error < TOLERANCE:
-                    sound[shape.name].append(variant)
+                    sound[shape.name].append(choice)
                 elif error < float("inf"):
                     print(f"WRONG {text}: error {error:.1e}", flush=True)
-
-        def chain_us(chain: Chain, attends: bool = False) -> float:
-            layers.run(chain, attends)
-            return timer.replay(lambda: layers.run(chain, attends)) / LAYERS
-
-        def solo_us(shape: Shape, variant: Variant) -> float:
-            weights = [held[shape.name] for held in layers.weights]
-            inputs = layers.inputs[shape.name]
-
-            def products() -> None:
-                for weight in weights:
-                    compute(layers.ops, shape, variant, inputs, weight)
-
-            return timer.replay(products) / LAYERS
-
-        base: Chain = {name: found[0] for name, found in sound.items()}
+        base = {name: found[0] for name, found in sound.items()}
         best = dict(base)
-        for shape in SHAPES:  # one product after the other, the others as found best so far
+        for name in ("gate_up", "down", "qkv", "o"):  # each with the others as found best so far
+            shape = next(shape for shape in SHAPES if shape.name == name)
             times = []
-            for variant in sound[shape.name]:
-                us = attempt(lambda: chain_us(best | {shape.name: variant}), f"chain {shape.name} {variant}")  # noqa: B023
-                alone = attempt(lambda: solo_us(shape, variant), f"solo {shape.name} {variant}")  # noqa: B023
-                times.append((us, alone, variant))
+            for choice in sound[name]:
+                text = f"{name} {choice[0]} {choice[1]}"
+                us = attempt(functools.partial(chain_us, best | {name: choice}), text)
+                times.append((us, attempt(functools.partial(solo_us, shape, *choice), text), choice))
             times.sort(key=lambda entry: entry[0])
-            shown = "; ".join(f"{us:.1f}/{alone:.1f} {variant}" for us, alone, variant in times)
-            print(f"{shape.name} {rows} chain/alone: {shown}", flush=True)
-            best[shape.name] = times[0][2]
-        for name, chain in (("engine", base), ("best", best)):
-            us = attempt(lambda: chain_us(chain), name)  # noqa: B023
-            whole = attempt(lambda: chain_us(chain, True), name)  # noqa: B023
-            table.append(f"{rows:3} {name:7} {us:7.1f} {nbytes / us / 1e6:5.2f} TB/s   layer {whole:7.1f}")
-        # Which products gain or lose where attention runs between them.
-        for shape in SHAPES:
-            us = attempt(lambda: chain_us(best | {shape.name: base[shape.name]}, True), shape.name)  # noqa: B023
-            print(f"  layer with the engine's {shape.name}: {us:.1f}")
-        for name, variant in best.items():
-            table.append(f"      {name}: {variant}")
+            shown = "; ".join(f"{us:.1f}/{alone:.1f} {order} {variant}" for us, alone, (order, variant) in times)
+            print(f"{name} {rows} chain/alone: {shown}", flush=True)
+            best[name] = times[0][2]
+        families = {"engine": base, "best": best}
+        for title, chain in families.items():
+            us = attempt(functools.partial(chain_us, chain), title)
+            whole = attempt(functools.partial(chain_us, chain, True), title)
+            table.append(f"{rows:3} {title:7} {us:7.1f} {nbytes / us / 1e6:5.2f} TB/s   layer {whole:7.1f}")
+        for name in best:
+            us = attempt(functools.partial(chain_us, best | {name: base[name]}, True), name)
+            table.append(f"      {name}: {best[name][0]} {best[name][1]}; layer with the engine's: {us:.1f}")
         print(f"after {time.perf_counter() - began:.0f} s", flush=True)
-    print(
-        f"\nrows, us of a layer's products, TB/s of {nbytes / 1e6:.0f} MB, us with cache write and attention ({EPS=})"
-    )
+    print(f"\nrows, us of a layer's products, TB/s of {nbytes / 1e6:.0f} MB, us with cache write and attention")
     print("\n".join(table))
 
 

@@ -121,7 +121,8 @@ class Ops(Protocol):
         counts  [experts] int64, in place: incremented by how often each expert was chosen; None: not counted
         slots   [tokens] int64: cache slots; a token with slot 0 is padding. Devices that pad steps route it to no
                 expert (-1) and do not count it
-        rule    another way to choose and weight; with shared experts there are that many more columns
+        rule    another way to choose and weight; with shared experts the results have that many more columns, and
+                with gated ones the logits too
         """
         ...
 

@@ -96,6 +96,8 @@ class QuantizedKV:
     cache does not know the scales of layers (None): the attention layer, whose checkpoint has them, adds them."""
     unit_scales: bool = False
     """Whether the scales are known to be 1: a code is its value."""
+    mixed: bool = False
+    """Whether blocks may hold other data than codes before they belong to a layer like this: it could read as NaN."""
 
     @classmethod
     def of_layer(

@@ -101,12 +101,13 @@ class TorchOps:
         slots: torch.Tensor | None = None,
         rule: RouteRule | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        weights, chosen = route_by_rule(logits, top_k, renormalise, rule or _PLAIN)
+        routed = logits[:, : logits.shape[1] - (rule or _PLAIN).gates]
+        weights, chosen = route_by_rule(routed, top_k, renormalise, rule or _PLAIN)
         real = torch.ones_like(chosen) if slots is None else (slots != 0).to(chosen.dtype)[:, None].expand_as(chosen)
         if counts is not None:
             counts.scatter_add_(0, chosen.flatten(), real.flatten())
-        routed = torch.where(real != 0, chosen, -1).int()
-        return (weights, routed) if rule is None else add_shared(weights, routed, rule, logits.shape[1])
+        experts = torch.where(real != 0, chosen, -1).int()
+        return (weights, experts) if rule is None else add_shared(weights, experts, rule, logits)
 
     def experts(
         self,

@@ -22,8 +22,15 @@ class RouteRule:
     """Factor on the weights of the chosen experts."""
     shared: int = 0
     """Experts after the routed ones that every token also goes through, with weight 1."""
+    gated: bool = False
+    """The weight of a shared expert is the sigmoid of a logit of its own; these follow the routed experts' logits."""
     bias: torch.Tensor | None = field(default=None, compare=False)
     """[experts] float32: added to the scores for the choice, not for the weights."""
+
+    @property
+    def gates(self) -> int:
+        """Logits of a token that are not of routed experts."""
+        return self.shared if self.gated else 0
 
 
 def route_by_rule(
@@ -49,14 +56,16 @@ def route_by_rule(
 
 
 def add_shared(
-    weights: torch.Tensor, experts: torch.Tensor, rule: RouteRule, routed: int
+    weights: torch.Tensor, experts: torch.Tensor, rule: RouteRule, logits: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same with the shared experts, numbered from `routed` on, last."""
+    """The same with the shared experts, numbered after the routed ones, last."""
     if not rule.shared:
         return weights, experts
+    routed = logits.shape[1] - rule.gates
+    gates = logits[:, routed:].float().sigmoid() if rule.gated else weights.new_ones(len(weights), rule.shared)
     numbers = torch.arange(routed, routed + rule.shared, dtype=experts.dtype, device=experts.device)
     shared = torch.where(experts[:, :1] < 0, -1, numbers)  # padding goes through none
     return (
-        torch.cat((weights, weights.new_ones(len(weights), rule.shared)), dim=1),
+        torch.cat((weights, gates), dim=1),
         torch.cat((experts, shared), dim=1),
     )

@@ -299,26 +299,35 @@ class QuantizedExperts:
         return collected
 
 
-def shared_targets(gate_up: torch.Tensor, down: torch.Tensor, share: ExpertShare) -> dict[str, list[AnyTarget]]:
+SHARED_EXPERTS = "mlp.shared_experts"
+"""The module of shared experts in most checkpoints, relative to the decoder layer."""
+
+
+def shared_names(owner: str = SHARED_EXPERTS) -> tuple[str, str, str]:
+    """The tensors of shared experts: gate, up, down."""
+    return f"{owner}.gate_proj.weight", f"{owner}.up_proj.weight", f"{owner}.down_proj.weight"
+
+
+def shared_targets(
+    gate_up: torch.Tensor, down: torch.Tensor, share: ExpertShare, owner: str = SHARED_EXPERTS
+) -> dict[str, list[AnyTarget]]:
     """The tensors of shared experts, held as stacks [shared, 2 * width kept, hidden] and [shared, hidden, width kept].
 
-    A checkpoint has one matrix for all of them: an expert is `total_width` adjacent features of it.
+    A checkpoint has one matrix for all of them, under `owner`: an expert is `total_width` adjacent features of it.
     """
     if not len(gate_up):
         return {}
     width, features, hidden = share.total_width, share.features, down.shape[1]
     tall, wide = (len(gate_up) * width, hidden), (hidden, len(gate_up) * width)
     halves = gate_up.split(share.width, dim=1)
-    collected: dict[str, list[AnyTarget]] = {
-        f"mlp.shared_experts.{name}_proj.weight": [] for name in ("gate", "up", "down")
-    }
+    names = shared_names(owner)
+    collected: dict[str, list[AnyTarget]] = {name: [] for name in names}
     for place in range(len(gate_up)):
         rows = slice(place * width + features.start, place * width + features.stop)
-        for name, half in zip(("gate", "up"), halves, strict=True):
-            keep = _unless_whole((rows,), tall[:1])
-            collected[f"mlp.shared_experts.{name}_proj.weight"].append(Target(half[place], tall, keep))
+        for name, half in zip(names[:2], halves, strict=True):
+            collected[name].append(Target(half[place], tall, _unless_whole((rows,), tall[:1])))
         keep = _unless_whole((slice(0, hidden), rows), wide)
-        collected["mlp.shared_experts.down_proj.weight"].append(Target(down[place], wide, keep))
+        collected[names[2]].append(Target(down[place], wide, keep))
     return collected
 
 

@@ -49,7 +49,7 @@ class Routing:
         """Read from the model's config; `width` is this family's name of that field."""
         # The number of experts has one of three names, depending on the program that wrote the file.
         count = positive_integer(config.raw, "num_experts", "num_local_experts", "n_routed_experts")
-        top_k = positive_integer(config.raw, "num_experts_per_tok")
+        top_k = positive_integer(config.raw, "num_experts_per_tok", "top_k_experts")
         if top_k > count:
             raise ValidationError(
                 f"the model's config sends each token to {top_k} experts (num_experts_per_tok) and has {count}",
@@ -69,6 +69,8 @@ class SparseMLP(nn.Module):
     counts: torch.Tensor
     gate_up: Weight
     down: Weight
+    shared_name = "mlp.shared_experts"
+    """What checkpoints call the shared experts, if they are held in the same stacks (`RouteRule.shared`)."""
 
     def __init__(
         self, build: BuildContext, routing: Routing, layer: int, namings: Sequence[ExpertNaming] = (ONE_BY_ONE,)
@@ -94,7 +96,8 @@ class SparseMLP(nn.Module):
             bias = nn.Parameter(build.memory.zeros((routing.num_experts,), torch.float32), requires_grad=False)
             self.choice_bias = bias
             self.rule = replace(routing.rule or RouteRule(), bias=bias)
-        self.router = build.parameter(routing.num_experts, hidden)
+        gates = 0 if self.rule is None else self.rule.gates
+        self.router = build.parameter(routing.num_experts + gates, hidden)
         counts = torch.zeros(routing.num_experts, dtype=torch.int64, device=build.device)
         self.register_buffer("counts", counts, persistent=False)
 
@@ -119,10 +122,14 @@ class SparseMLP(nn.Module):
         places = None if exchanges else slots  # steps with exchanges are not padded
         weights, experts = self.ops.route(logits, routing.top_k, routing.renormalise, self.counts, places, self.rule)
         if self.dispatch is None:
-            return all_reduce(self._run(x, weights, experts), self.ranks)
+            return self.summed(x, weights, experts)
         if exchanges:
             return self.dispatch.exchange(x, weights, experts, self._run)
         return all_reduce(self._run(x, weights, self.dispatch.local_slots(experts)), self.ranks)
+
+    def summed(self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+        """The weighted sum of the chosen experts' outputs, where every rank has a part of each expert."""
+        return all_reduce(self._run(x, weights, experts), self.ranks)
 
     def _run(self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
         return self.ops.experts(x, weights, experts, self.gate_up, self.down, self.variant)
@@ -174,8 +181,10 @@ class SparseMLP(nn.Module):
             return biases | self._quantized.targets(self.router, self.namings)
         assert isinstance(self.gate_up, torch.Tensor) and isinstance(self.down, torch.Tensor)
         own = len(self.share.experts)
-        stacks = ExpertWeights(self.router, self.gate_up[:own], self.down[:own], self.share, self.namings).targets()
-        return biases | stacks | shared_targets(self.gate_up[own:], self.down[own:], self.share)
+        router = self.router[: self.routing.num_experts]
+        stacks = ExpertWeights(router, self.gate_up[:own], self.down[:own], self.share, self.namings).targets()
+        shared = shared_targets(self.gate_up[own:], self.down[own:], self.share, self.shared_name)
+        return biases | stacks | shared
 
 
 def _tensors(weight: Weight) -> list[torch.Tensor]:

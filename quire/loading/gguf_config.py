@@ -19,8 +19,20 @@ _CLASSES = {
     "qwen3moe": ("qwen3_moe", "Qwen3MoeForCausalLM"),
     "gpt2": ("gpt2", "GPT2LMHeadModel"),
     "gptneox": ("gpt_neox", "GPTNeoXForCausalLM"),
+    "phi3": ("phi3", "Phi3ForCausalLM"),
+    "granite": ("granite", "GraniteForCausalLM"),
+    "granitemoe": ("granitemoe", "GraniteMoeForCausalLM"),
+    "olmo2": ("olmo2", "Olmo2ForCausalLM"),
+    "command-r": ("cohere", "CohereForCausalLM"),
+    "cohere2": ("cohere2", "Cohere2ForCausalLM"),
+    "smollm3": ("smollm3", "SmolLM3ForCausalLM"),
+    "starcoder2": ("starcoder2", "Starcoder2ForCausalLM"),
+    "stablelm": ("stablelm", "StableLmForCausalLM"),
+    "falcon": ("falcon", "FalconForCausalLM"),
 }
-_MIXTURES = frozenset({"llama", "qwen2moe", "qwen3moe"})
+_MIXTURES = frozenset({"llama", "qwen2moe", "qwen3moe", "granitemoe"})
+_LAYER_NORMS = frozenset({"gpt2", "gptneox", "command-r", "cohere2", "starcoder2", "stablelm", "falcon"})
+_PARTLY_ROTATED = frozenset({"phi3", "stablelm"})
 # general.file_type of files that are not quantized.
 _DTYPES = {0: "float32", 1: "float16", 32: "bfloat16"}
 
@@ -55,7 +67,7 @@ def config_from_gguf(header: GGUFHeader) -> dict[str, Any]:
     }
     if (dtype := _DTYPES.get(header.integer("general.file_type", -1))) is not None:
         raw["dtype"] = dtype
-    if family in ("gpt2", "gptneox"):
+    if family in _LAYER_NORMS:
         raw["layer_norm_eps"] = header.number(f"{family}.attention.layer_norm_epsilon", 1e-5)
     if family == "gpt2":
         raw["layer_norm_epsilon"] = raw.pop("layer_norm_eps")
@@ -64,6 +76,7 @@ def config_from_gguf(header: GGUFHeader) -> dict[str, Any]:
         raw |= _neox(header, raw)
     else:
         raw |= _llama_like(header, family, raw)
+        raw |= _relative(header, family, raw)
     return raw
 
 
@@ -94,7 +107,7 @@ def _llama_like(header: GGUFHeader, family: str, raw: dict[str, Any]) -> dict[st
     head_dim = header.integer(f"{family}.attention.key_length") or hidden // heads
     rotary = header.integer(f"{family}.rope.dimension_count", head_dim)
     value_dim = header.integer(f"{family}.attention.value_length", head_dim)
-    if rotary != head_dim or value_dim != head_dim:
+    if (rotary != head_dim and family not in _PARTLY_ROTATED) or value_dim != head_dim:
         raise UnsupportedModelError(
             f"{header.path}: heads of {head_dim} with {rotary} rotary and {value_dim} value dimensions "
             "are not supported"
@@ -108,6 +121,10 @@ def _llama_like(header: GGUFHeader, family: str, raw: dict[str, Any]) -> dict[st
         "mlp_bias": "blk.0.ffn_up.bias" in header.tensors,
         "rope_parameters": _rope(header, family, head_dim, raw["max_position_embeddings"]),
     }
+    if rotary != head_dim:
+        found["partial_rotary_factor"] = rotary / head_dim
+    if family in _LAYER_NORMS:
+        del found["rms_norm_eps"]
     if (window := header.integer(f"{family}.attention.sliding_window", 0)) and family == "llama":
         # llama.cpp stores Mistral as LLaMA; only the window tells them apart.
         found |= {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": window}
@@ -123,12 +140,79 @@ def _mixture(header: GGUFHeader, family: str) -> dict[str, Any]:
     }
     if family == "llama":  # llama.cpp stores Mixtral as LLaMA; only the experts tell them apart
         return found | {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"]}
+    if family == "granitemoe":
+        if "blk.0.ffn_gate_shexp.weight" in header.tensors:
+            raise UnsupportedModelError(f"{header.path}: Granite mixtures with a shared expert are not supported")
+        return found
     found["moe_intermediate_size"] = _required(header, f"{family}.expert_feed_forward_length")
     found["norm_topk_prob"] = family == "qwen3moe"  # not in the file: llama.cpp has it per family
     if family == "qwen2moe":
         found["shared_expert_intermediate_size"] = _shared_width(header)
         found["qkv_bias"] = "blk.0.attn_q.bias" in header.tensors
     return found
+
+
+def _relative(header: GGUFHeader, family: str, raw: dict[str, Any]) -> dict[str, Any]:
+    """Fields of relatives of Llama."""
+    if family in ("granite", "granitemoe"):
+        names = ("embedding_scale", "residual_scale", "attention.scale", "logit_scale")
+        embedding, residual, attention, logits = (header.number(f"{family}.{name}", 0.0) for name in names)
+        return {
+            "embedding_multiplier": embedding or 1.0,
+            "residual_multiplier": residual or 1.0,
+            "attention_multiplier": attention or raw["head_dim"] ** -0.5,
+            "logits_scaling": logits or 1.0,
+        }
+    window = header.integer(f"{family}.attention.sliding_window", 0) or None
+    if family in ("command-r", "cohere2"):
+        scale = header.number(f"{family}.logit_scale", 0.0) or 0.0625
+        has_norms = "blk.0.attn_q_norm.weight" in header.tensors
+        return {"logit_scale": scale, "sliding_window": window, "use_qk_norm": has_norms}
+    if family == "olmo2" and window is not None:
+        return _olmo3(header, window, raw)
+    if family == "phi3":
+        return {"sliding_window": window}
+    if family == "starcoder2":
+        return {"use_bias": "blk.0.attn_q.bias" in header.tensors, "hidden_act": "gelu_pytorch_tanh"}
+    if family == "stablelm":
+        _refuse_tensor(header, "blk.0.attn_q_norm.weight")
+        is_parallel = header.flag("stablelm.use_parallel_residual", "blk.0.ffn_norm.weight" not in header.tensors)
+        return {"use_qkv_bias": "blk.0.attn_q.bias" in header.tensors, "use_parallel_residual": is_parallel}
+    if family == "falcon":
+        _refuse_tensor(header, "blk.0.attn_norm_2.weight")
+        groups = raw["num_key_value_heads"]
+        return {
+            "num_kv_heads": groups,
+            "new_decoder_architecture": groups > 1,
+            "num_ln_in_parallel_attn": 1,
+            "bias": "blk.0.attn_qkv.bias" in header.tensors,
+        }
+    return {}
+
+
+def _refuse_tensor(header: GGUFHeader, name: str) -> None:
+    if name in header.tensors:
+        raise UnsupportedModelError(
+            f"{header.path}: a GGUF file of {header.architecture!r} with {name} is not supported"
+        )
+
+
+def _olmo3(header: GGUFHeader, window: int, raw: dict[str, Any]) -> dict[str, Any]:
+    """llama.cpp stores OLMo 3 as OLMo 2; only the windows tell them apart. Layers with one have no rope scaling."""
+    pattern = header.numbers("olmo2.attention.sliding_window_pattern")
+    layers = raw["num_hidden_layers"]
+    has_window = [(layer + 1) % 4 != 0 for layer in range(layers)] if pattern is None else [bool(x) for x in pattern]
+    if len(has_window) != layers:
+        raise CheckpointError(f"{header.path}: windows of {len(has_window)} layers, and there are {layers}")
+    rope = raw["rope_parameters"]
+    plain = {"rope_type": "default", "rope_theta": rope["rope_theta"]}
+    return {
+        "model_type": "olmo3",
+        "architectures": ["Olmo3ForCausalLM"],
+        "sliding_window": window,
+        "layer_types": ["sliding_attention" if each else "full_attention" for each in has_window],
+        "rope_parameters": {"full_attention": rope, "sliding_attention": plain},
+    }
 
 
 def _shared_width(header: GGUFHeader) -> int:
@@ -156,6 +240,8 @@ def _rope(header: GGUFHeader, family: str, head_dim: int, context: int) -> dict[
     kind = header.text(f"{family}.rope.scaling.type", "none")
     factor = header.number(f"{family}.rope.scaling.factor", header.number(f"{family}.rope.scale_linear", 1.0))
     original = header.integer(f"{family}.rope.scaling.original_context_length", context)
+    if "rope_factors_long.weight" in header.tensors:
+        return _longrope(header, family, theta, original)
     if "rope_freqs.weight" in header.tensors:
         return _llama3_rope(header, theta, head_dim)
     if kind == "linear" or (kind == "none" and factor not in (0, 1)):
@@ -172,6 +258,23 @@ def _rope(header: GGUFHeader, family: str, head_dim: int, context: int) -> dict[
             f"{header.path}: rope scaling {kind!r} is not supported (none, linear, yarn, llama3 are)"
         )
     return {"rope_type": "default", "rope_theta": theta}
+
+
+def _longrope(header: GGUFHeader, family: str, theta: float, original: int) -> dict[str, Any]:
+    """The divisors are tensors."""
+    found: dict[str, Any] = {
+        "rope_type": "longrope",
+        "rope_theta": theta,
+        "original_max_position_embeddings": original,
+    }
+    for length in ("short", "long"):
+        info = header.tensors.get(f"rope_factors_{length}.weight")
+        if info is None or info.kind != 0 or len(info.shape) != 1:
+            raise UnsupportedModelError(f"{header.path}: rope_factors_{length}.weight is missing or not in float32")
+        found[f"{length}_factor"] = np.frombuffer(header.buffer, "<f4", info.shape[0], info.start).tolist()
+    if (factor := header.number(f"{family}.rope.scaling.attn_factor", 0.0)) > 0:
+        found["attention_factor"] = float(factor)
+    return found
 
 
 def _llama3_rope(header: GGUFHeader, theta: float, head_dim: int) -> dict[str, Any]:

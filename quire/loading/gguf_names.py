@@ -1,8 +1,8 @@
 """Maps llama.cpp's tensor names and layouts to those of Hugging Face's modelling code.
 
 GGUF files rename tensors, and for some families reorder their rows: LLaMA's Q and K are stored with the two halves of
-each rotary pair side by side; GPT-NeoX's fused QKV is stored as all Q, all K, all V; GPT-2's Conv1D weights are
-stored transposed. Only whole rows are reordered, so reading a slice of rows stays cheap.
+each rotary pair side by side; GPT-NeoX's and Falcon's fused QKV is stored as all Q, all K, all V; GPT-2's Conv1D
+weights are stored transposed. Only whole rows are reordered, so reading a slice of rows stays cheap.
 """
 
 from __future__ import annotations
@@ -67,6 +67,32 @@ _NEOX = {
     "blk.{}.ffn_down": "gpt_neox.layers.{}.mlp.dense_4h_to_h",
 }
 
+_PHI3 = _LLAMA | {
+    "blk.{}.attn_qkv": "model.layers.{}.self_attn.qkv_proj",
+    "blk.{}.ffn_up": "model.layers.{}.mlp.gate_up_proj",
+}
+
+_OLMO2 = _LLAMA | {
+    "blk.{}.post_attention_norm": "model.layers.{}.post_attention_layernorm",
+    "blk.{}.post_ffw_norm": "model.layers.{}.post_feedforward_layernorm",
+}
+
+_STARCODER2 = _LLAMA | {
+    "blk.{}.ffn_up": "model.layers.{}.mlp.c_fc",
+    "blk.{}.ffn_down": "model.layers.{}.mlp.c_proj",
+}
+
+_FALCON = {
+    "token_embd": "transformer.word_embeddings",
+    "output_norm": "transformer.ln_f",
+    "output": "lm_head",
+    "blk.{}.attn_norm": "transformer.h.{}.input_layernorm",
+    "blk.{}.attn_qkv": "transformer.h.{}.self_attention.query_key_value",
+    "blk.{}.attn_output": "transformer.h.{}.self_attention.dense",
+    "blk.{}.ffn_up": "transformer.h.{}.mlp.dense_h_to_4h",
+    "blk.{}.ffn_down": "transformer.h.{}.mlp.dense_4h_to_h",
+}
+
 NAMES: Mapping[str, Mapping[str, str]] = {
     "llama": _MIXTURE,
     "qwen2": _LLAMA,
@@ -75,7 +101,20 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     "qwen3moe": _MIXTURE,
     "gpt2": _GPT2,
     "gptneox": _NEOX,
+    "phi3": _PHI3,
+    "granite": _LLAMA,
+    "granitemoe": _MIXTURE,
+    "olmo2": _OLMO2,
+    "command-r": _LLAMA,
+    "cohere2": _LLAMA,
+    "smollm3": _LLAMA,
+    "starcoder2": _STARCODER2,
+    "stablelm": _LLAMA,
+    "falcon": _FALCON,
 }
+
+# Families whose Q and K are stored with the two halves of each rotary pair side by side.
+_PAIRED = frozenset({"llama", "granite", "granitemoe", "smollm3"})
 
 # Tables for llama.cpp's rotary embedding; the model's config has the same information.
 _NOT_WEIGHTS = re.compile(r"rope_freqs\.weight|rope_factors_(long|short)\.weight")
@@ -109,7 +148,7 @@ def is_flat(name: str) -> bool:
 
 def row_order(architecture: str, name: str, rows: int, heads: int, kv_heads: int) -> np.ndarray | None:
     """For each row of Hugging Face's tensor, its row in the file; None if the order is the same."""
-    if architecture == "llama" and (match := re.fullmatch(r"blk\.\d+\.attn_([qk])\.(weight|bias)", name)):
+    if architecture in _PAIRED and (match := re.fullmatch(r"blk\.\d+\.attn_([qk])\.(weight|bias)", name)):
         count = heads if match[1] == "q" else kv_heads
         _divides(name, rows, 2 * count)
         # The file pairs (i, i + half) as neighbours (2i, 2i + 1) within each head.
@@ -117,6 +156,13 @@ def row_order(architecture: str, name: str, rows: int, heads: int, kv_heads: int
     if architecture == "gptneox" and re.fullmatch(r"blk\.\d+\.attn_qkv\.(weight|bias)", name):
         _divides(name, rows, 3 * heads)
         return np.arange(rows).reshape(3, heads, rows // heads // 3).swapaxes(0, 1).reshape(-1)
+    if architecture == "falcon" and re.fullmatch(r"blk\.\d+\.attn_qkv\.(weight|bias)", name):
+        # The file has all Q, all K, all V; Hugging Face the Q of a group, its K, its V, then the next group.
+        _divides(name, rows, heads + 2 * kv_heads)
+        numbers = np.arange(rows).reshape(heads + 2 * kv_heads, -1)
+        q, k, v = np.split(numbers, (heads, heads + kv_heads))
+        grouped = q.reshape(kv_heads, -1, q.shape[1])
+        return np.concatenate((grouped, k[:, None], v[:, None]), axis=1).reshape(-1)
     return None
 
 

@@ -219,10 +219,13 @@ def compare(
     weights = [form for weight in checkpoint for form in _forms(weight, targets)]
     names = [weight.name for weight in weights]
     lacking, extra = _prefixes(targets, names)
+    is_nested = not any(name.startswith(_NESTED) for name in targets) and any(n.startswith(_NESTED) for n in names)
     candidates = {*names, *(lacking + name for name in names), *(name.removeprefix(extra) for name in names)}
+    candidates |= {name.replace(_NESTED, "model.", 1) for name in names if is_nested}
     targets = match_layouts(targets, candidates)
 
     def rename(name: str) -> str:
+        name = name.replace(_NESTED, "model.", 1) if is_nested else name
         return lacking + name if lacking and lacking + name in targets else name.removeprefix(extra)
 
     matched: list[tuple[StoredWeight, Sequence[AnyTarget]]] = []
@@ -255,6 +258,8 @@ def compare(
     return matched, misfits
 
 
+_NESTED = "model.language_model."
+"""What files of models that also take images have in place of `model.`."""
 _PLAIN_TYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 

@@ -103,6 +103,41 @@ _FAMILY_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "norm_topk_prob": True,
     },
     "falcon": {"tie_word_embeddings": True, "max_position_embeddings": 2048},
+    "gemma2": {
+        "tie_word_embeddings": True,
+        "rms_norm_eps": 1e-6,
+        "head_dim": 256,
+        "sliding_window": 4096,
+        "query_pre_attn_scalar": 256,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+    },
+    "gemma3_text": {
+        "tie_word_embeddings": True,
+        "rms_norm_eps": 1e-6,
+        "vocab_size": 262208,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "max_position_embeddings": 131072,
+        "sliding_window": 4096,
+        "query_pre_attn_scalar": 256,
+        "rope_theta": 1000000.0,
+        "rope_local_base_freq": 10000.0,
+    },
+    "gemma4_text": {
+        "tie_word_embeddings": True,
+        "rms_norm_eps": 1e-6,
+        "head_dim": 256,
+        "max_position_embeddings": 131072,
+        "sliding_window": 512,
+        "hidden_size_per_layer_input": 256,
+        "vocab_size_per_layer_input": 262144,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1000000.0},
+        },
+    },
     "glm": {"rms_norm_eps": 1.5625e-07, "head_dim": 128, "num_key_value_heads": 2, "attention_bias": True},
     "glm4": {"rms_norm_eps": 1.5625e-07, "head_dim": 128, "num_key_value_heads": 2, "attention_bias": True},
     "glm4_moe": {"n_shared_experts": 1, "first_k_dense_replace": 1},
@@ -118,10 +153,24 @@ _FAMILY_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 }
 _NORM_EPS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon")
 _WINDOWED = frozenset(
-    {"cohere2", "gpt_oss", "ministral", "ministral3", "mistral", "mixtral", "olmo3", "phi3", "smollm3", "starcoder2"}
+    {
+        "cohere2",
+        "gemma2",
+        "gemma3_text",
+        "gemma4_text",
+        "gpt_oss",
+        "ministral",
+        "ministral3",
+        "mistral",
+        "mixtral",
+        "olmo3",
+        "phi3",
+        "smollm3",
+        "starcoder2",
+    }
 )
 # One layer of so many has no window, the last of them.
-_WINDOW_PATTERN_BY_DEFAULT = {"cohere2": 4, "olmo3": 4}
+_WINDOW_PATTERN_BY_DEFAULT = {"cohere2": 4, "gemma2": 2, "gemma3_text": 6, "gpt_oss": 2, "olmo3": 4}
 _WINDOW_BY_DEFAULT = {"gpt_oss": 128, "mistral": 4096}
 _QUARTER_ROTARY = ("gpt_neox", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 _HALF_ROTARY = ("bamba", "glm", "glm4", "glm4_moe")
@@ -181,9 +230,10 @@ def _kv_heads(raw: Mapping[str, Any]) -> int | None:
 def _has_rope_by_kind(raw: Mapping[str, Any]) -> bool:
     """Whether layers with and without a window rotate differently."""
     given = raw.get("rope_parameters") or {}
-    # OLMo 3's files of before `rope_parameters` scale only the layers without a window.
+    # OLMo 3's files of before `rope_parameters` scale only the layers without a window; Gemma 3's have two bases.
     return any(kind in given for kind in _LAYER_KINDS) or (
-        raw.get("model_type") == "olmo3" and raw.get("rope_scaling") is not None
+        raw.get("model_type") == "gemma3_text"
+        or (raw.get("model_type") == "olmo3" and raw.get("rope_scaling") is not None)
     )
 
 
@@ -198,6 +248,8 @@ def _rope(raw: Mapping[str, Any], kind: str) -> dict[str, Any]:
     found = raw.get("rope_parameters")
     if found and any(each in found for each in _LAYER_KINDS):
         found = found.get(kind)
+    elif family == "gemma3_text" and kind == "sliding_attention":
+        found = {"rope_theta": raw["rope_local_base_freq"]}
     elif not found and not (family == "olmo3" and kind == "sliding_attention"):
         found = raw.get("rope_scaling")
     given = dict(found or {})
@@ -220,8 +272,6 @@ def _windows(raw: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
     kinds = raw.get("layer_types")
     if kinds is not None:
         return tuple(window if kind == "sliding_attention" else None for kind in kinds)
-    if family == "gpt_oss":
-        return tuple(None if layer % 2 else window for layer in range(layers))
     if family == "smollm3":  # the layers without rotation
         raise UnsupportedModelError("SmolLM3 with use_sliding_window and without layer_types is not implemented")
     if (pattern := raw.get("sliding_window_pattern", _WINDOW_PATTERN_BY_DEFAULT.get(family))) is not None:
@@ -241,7 +291,7 @@ def read_model_config(files: ModelFiles, hf_overrides: Mapping[str, Any] | None 
         try:
             return ModelConfig.from_dict(raw)
         except ValidationError:
-            if (complete := _with_defaults(raw)) is None:
+            if files.gguf is not None or (complete := _with_defaults(raw)) is None:
                 raise
             return ModelConfig.from_dict(complete)
     except QuireError:
@@ -255,9 +305,12 @@ def _with_defaults(raw: Mapping[str, Any]) -> dict[str, Any] | None:
     transformers does not know."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    if (family := raw.get("model_type")) not in CONFIG_MAPPING:
+    if (family := str(raw.get("model_type"))) not in CONFIG_MAPPING:
         return None
-    config = CONFIG_MAPPING[family].from_dict(dict(raw))
+    try:
+        config = CONFIG_MAPPING[family].from_dict(dict(raw))
+    except Exception:  # whatever the family's own checks raise: the caller has a message
+        return None
     named = {name: value for name in _LIMITS if (value := getattr(config, name, None)) is not None}
     return {**raw, **config.to_dict(), **named, "architectures": raw.get("architectures")}
 

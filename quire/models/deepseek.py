@@ -191,8 +191,7 @@ class DeepseekForCausalLM(LlamaForCausalLM):
 
     @property
     def kv_shape(self) -> KVSpec:
-        shape = latent_shape(self.build.config)
-        return KVSpec(len(self.model.layers), 1, shape.width, latent_width=shape.width)
+        return KVSpec(len(self.model.layers), 1, latent_shape(self.build.config).width)
 
 
 class DeepseekV2ForCausalLM(DeepseekForCausalLM):

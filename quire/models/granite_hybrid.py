@@ -17,7 +17,7 @@ from quire.layers.caches import AttentionCache, LayerCache
 from quire.layers.linear import GateUpLinear, Heads, RowParallelLinear
 from quire.layers.moe import Routing, SparseMLP
 from quire.layers.norm import RMSNorm
-from quire.layers.recurrent import Mamba2Mixer, Mamba2Settings
+from quire.layers.recurrent import Mamba2Mixer, Mamba2Settings, time_step_limit
 from quire.loading.model_config import ModelConfig, positive_integer
 from quire.models.granite import EXPERT_NAMINGS, with_factors
 from quire.models.llama import LlamaAttention, LlamaForCausalLM, LlamaMLP, LlamaVariant
@@ -153,15 +153,17 @@ class BambaLayer(MambaHybridLayer):
 class MambaHybridForCausalLM(LlamaForCausalLM):
     """What Granite 4 and Bamba share."""
 
-    def __init__(
-        self, build: BuildContext, variant: LlamaVariant, kinds: list[str], settings: Mamba2Settings
-    ) -> None:
-        heads = Heads.of_rank(build)
-        attention = AttentionCache(len(heads.kv), heads.dim, build.kv_format)
-        states = settings.cache(build)
-        self.caches: list[LayerCache]
+    def __init__(self, build: BuildContext, variant: LlamaVariant, kinds: list[str], settings: Mamba2Settings) -> None:
         super().__init__(build, variant)
-        self.caches = [attention if kind == "full_attention" else states for kind in kinds]
+        self.kinds, self.settings = kinds, settings
+
+    @property
+    def caches(self) -> list[LayerCache]:
+        """What each layer of the whole model keeps, on this rank."""
+        heads = Heads.of_rank(self.build)
+        attention = AttentionCache(len(heads.kv), heads.dim, self.build.kv_format)
+        states = self.settings.cache(self.build)
+        return [attention if kind == "full_attention" else states for kind in self.kinds]
 
     def ignores(self, name: str) -> bool:
         """As in Llama, with Bamba's name of the final norm."""
@@ -216,7 +218,6 @@ def mamba_settings(config: ModelConfig) -> Mamba2Settings:
     heads = positive_integer(raw, "mamba_n_heads")
     inner = positive_integer({"mamba_expand": 2} | dict(raw), "mamba_expand") * config.hidden_size
     dim = raw.get("mamba_d_head", "auto")
-    low, high = raw.get("time_step_limit") or (0.0, float("inf"))
     return Mamba2Settings(
         heads=heads,
         groups=positive_integer(raw, "mamba_n_groups"),
@@ -225,13 +226,13 @@ def mamba_settings(config: ModelConfig) -> Mamba2Settings:
         taps=positive_integer(raw, "mamba_d_conv"),
         conv_bias=bool(raw.get("mamba_conv_bias", True)),
         bias=bool(raw.get("mamba_proj_bias", False)),
-        dt_limit=(float(low), float(high)),
+        dt_limit=time_step_limit(raw),
         norm_groups=1,
     )
 
 
 def layer_kinds(config: ModelConfig, listed: list[Any]) -> list[str]:
-    """"linear_attention" or "full_attention" for each layer."""
+    """ "linear_attention" or "full_attention" for each layer."""
     names = {"mamba": "linear_attention", "attention": "full_attention"}
     kinds = [names.get(kind, kind) for kind in listed]
     if len(kinds) != config.num_layers or set(kinds) - set(names.values()):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -243,7 +244,7 @@ class LlamaForCausalLM(nn.Module):
             or in_other_stage(name, "model.layers", self.build)
         )
 
-    @property
+    @functools.cached_property
     def caches(self) -> Sequence[LayerCache]:
         """What each layer of the whole model keeps, on this rank."""
         build, kv_heads = self.build, len(Heads.of_rank(self.build).kv)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from quire.errors import UnsupportedModelError
 from quire.layers.build_context import BuildContext
-from quire.layers.recurrent import Mamba2Settings
+from quire.layers.recurrent import Mamba2Settings, time_step_limit
 from quire.loading.model_config import positive_integer
 from quire.models.nemotron_h import BackboneForCausalLM
 
@@ -16,7 +16,6 @@ class Mamba2ForCausalLM(BackboneForCausalLM):
         raw = build.config.raw
         if (act := raw.get("hidden_act", "silu")) != "silu":
             raise UnsupportedModelError(f"Mamba 2 with hidden_act {act!r} is not implemented; only 'silu' is")
-        low, high = raw.get("time_step_limit") or (0.0, float("inf"))
         settings = Mamba2Settings(
             heads=positive_integer(raw, "num_heads"),
             groups=positive_integer(raw, "n_groups"),
@@ -25,7 +24,7 @@ class Mamba2ForCausalLM(BackboneForCausalLM):
             taps=positive_integer(raw, "conv_kernel"),
             conv_bias=bool(raw.get("use_conv_bias", True)),
             bias=bool(raw.get("use_bias", False)),
-            dt_limit=(float(low), float(high)),
+            dt_limit=time_step_limit(raw),
             norm_groups=1,
         )
         super().__init__(build, ["linear_attention"] * build.config.num_layers, settings)

@@ -9,6 +9,7 @@ from quire.kernels.kv import LayerKV
 from quire.layers.attention.base import AttentionInputs, LastTokens
 from quire.layers.build_context import BuildContext
 from quire.models.llama import LlamaAttention, LlamaForCausalLM, LlamaVariant
+from quire.models.mistral import MistralForCausalLM
 
 
 class PositionScaledAttention(LlamaAttention):
@@ -36,11 +37,8 @@ class PositionScaledAttention(LlamaAttention):
         return super().forward(qkv, positions, kv, inputs, last)
 
 
-class MinistralForCausalLM(LlamaForCausalLM):
+class MinistralForCausalLM(MistralForCausalLM):
     """Ministral 8B and its relatives."""
-
-    def __init__(self, build: BuildContext) -> None:
-        super().__init__(build, LlamaVariant())
 
 
 class Ministral3ForCausalLM(LlamaForCausalLM):
@@ -51,3 +49,11 @@ class Ministral3ForCausalLM(LlamaForCausalLM):
         if scaled and not build.config.rope.get("original_max_position_embeddings"):
             raise UnsupportedModelError("llama_4_scaling_beta needs original_max_position_embeddings in the rope")
         super().__init__(build, LlamaVariant(attention=PositionScaledAttention if scaled else None))
+
+
+class Mistral3ForConditionalGeneration(Ministral3ForCausalLM):
+    """Mistral Small 3.1 and later, and Ministral 3, as published: with a vision tower, which is not loaded."""
+
+    def ignores(self, name: str) -> bool:
+        """The vision tower, too."""
+        return name.startswith(("vision_tower.", "multi_modal_projector.")) or super().ignores(name)

@@ -86,9 +86,7 @@ class Backbone(nn.Module):
         last = max(i for i, kind in enumerate(kinds) if kind in CACHED)
         # Every stage passes all tokens on.
         self.cuts = build.ranks.is_last_stage and last in own
-        self.layers = nn.ModuleDict(
-            {str(i): Block(build, i, kinds[i], settings, self.cuts and i == last) for i in own}
-        )
+        self.layers = nn.ModuleDict({str(i): Block(build, i, kinds[i], settings, self.cuts and i == last) for i in own})
         self.norm_f = RMSNorm(build, "norm_f", build.config.hidden_size) if build.ranks.is_last_stage else None
 
     def forward(

@@ -7,42 +7,42 @@ from quire.models.base import CausalLM
 from quire.registry import resolve
 
 _KNOWN = {
+    "BambaForCausalLM": "quire.models.granite_hybrid.BambaForCausalLM",
     "Cohere2ForCausalLM": "quire.models.cohere.CohereForCausalLM",
     "CohereForCausalLM": "quire.models.cohere.CohereForCausalLM",
     "DeepseekV2ForCausalLM": "quire.models.deepseek.DeepseekV2ForCausalLM",
     "DeepseekV3ForCausalLM": "quire.models.deepseek.DeepseekV3ForCausalLM",
     "FalconForCausalLM": "quire.models.falcon.FalconForCausalLM",
-    "GlmForCausalLM": "quire.models.glm.GlmForCausalLM",
     "Glm4ForCausalLM": "quire.models.glm.Glm4ForCausalLM",
     "Glm4MoeForCausalLM": "quire.models.glm.Glm4MoeForCausalLM",
     "Glm4MoeLiteForCausalLM": "quire.models.glm.Glm4MoeLiteForCausalLM",
+    "GlmForCausalLM": "quire.models.glm.GlmForCausalLM",
     "GPT2LMHeadModel": "quire.models.gpt2.GPT2LMHeadModel",
     "GPTNeoXForCausalLM": "quire.models.gpt_neox.GPTNeoXForCausalLM",
+    "Gemma2ForCausalLM": "quire.models.gemma2.Gemma2ForCausalLM",
+    "Gemma3ForCausalLM": "quire.models.gemma3.Gemma3ForCausalLM",
+    "Gemma3ForConditionalGeneration": "quire.models.gemma3.Gemma3ForCausalLM",
+    "Gemma4ForCausalLM": "quire.models.gemma4.Gemma4ForCausalLM",
+    "Gemma4ForConditionalGeneration": "quire.models.gemma4.Gemma4ForCausalLM",
     "GptOssForCausalLM": "quire.models.gpt_oss.GptOssForCausalLM",
     "GraniteForCausalLM": "quire.models.granite.GraniteForCausalLM",
     "GraniteMoeForCausalLM": "quire.models.granite.GraniteMoeForCausalLM",
+    "GraniteMoeHybridForCausalLM": "quire.models.granite_hybrid.GraniteMoeHybridForCausalLM",
     "LlamaForCausalLM": "quire.models.llama.LlamaForCausalLM",
+    "Mamba2ForCausalLM": "quire.models.mamba2.Mamba2ForCausalLM",
     "MiniMaxM2ForCausalLM": "quire.models.minimax_m2.MiniMaxM2ForCausalLM",
     "Ministral3ForCausalLM": "quire.models.ministral.Ministral3ForCausalLM",
     "MinistralForCausalLM": "quire.models.ministral.MinistralForCausalLM",
+    "Mistral3ForConditionalGeneration": "quire.models.ministral.Mistral3ForConditionalGeneration",
     "MistralForCausalLM": "quire.models.mistral.MistralForCausalLM",
     "MixtralForCausalLM": "quire.models.mixtral.MixtralForCausalLM",
+    "NemotronHForCausalLM": "quire.models.nemotron_h.NemotronHForCausalLM",
     "Olmo2ForCausalLM": "quire.models.olmo2.Olmo2ForCausalLM",
     "Olmo3ForCausalLM": "quire.models.olmo2.Olmo2ForCausalLM",
     "OPTForCausalLM": "quire.models.opt.OPTForCausalLM",
     "Phi3ForCausalLM": "quire.models.phi3.Phi3ForCausalLM",
     "Qwen2ForCausalLM": "quire.models.qwen2.Qwen2ForCausalLM",
     "Qwen2MoeForCausalLM": "quire.models.qwen2_moe.Qwen2MoeForCausalLM",
-    "Qwen3ForCausalLM": "quire.models.qwen3.Qwen3ForCausalLM",
-    "Qwen3MoeForCausalLM": "quire.models.qwen3_moe.Qwen3MoeForCausalLM",
-    "SmolLM3ForCausalLM": "quire.models.smollm3.SmolLM3ForCausalLM",
-    "StableLmForCausalLM": "quire.models.stablelm.StableLmForCausalLM",
-    "Starcoder2ForCausalLM": "quire.models.starcoder2.Starcoder2ForCausalLM",
-    "BambaForCausalLM": "quire.models.granite_hybrid.BambaForCausalLM",
-    "GraniteMoeHybridForCausalLM": "quire.models.granite_hybrid.GraniteMoeHybridForCausalLM",
-    "Mamba2ForCausalLM": "quire.models.mamba2.Mamba2ForCausalLM",
-    "NemotronHForCausalLM": "quire.models.nemotron_h.NemotronHForCausalLM",
-    "Qwen3NextForCausalLM": "quire.models.qwen3_next.Qwen3NextForCausalLM",
     "Qwen3_5ForCausalLM": "quire.models.qwen3_5.Qwen3_5ForCausalLM",
     "Qwen3_5ForConditionalGeneration": "quire.models.qwen3_5.Qwen3_5ForConditionalGeneration",
     "Qwen3_5MoeForCausalLM": "quire.models.qwen3_5.Qwen3_5MoeForCausalLM",
@@ -66,7 +66,7 @@ def supported() -> list[str]:
     return sorted(_KNOWN)
 
 
-THROUGH_TRANSFORMERS = "quire.models.transformers_backend.model.TransformersForCausalLM"
+_THROUGH_TRANSFORMERS = "quire.models.transformers_backend.model.TransformersForCausalLM"
 
 
 def implementation(architecture: str, impl: str = "auto") -> str:
@@ -78,11 +78,19 @@ def implementation(architecture: str, impl: str = "auto") -> str:
 
 def model_class(architecture: str, impl: str = "quire") -> type[CausalLM]:
     """The class that implements `architecture` under the setting `model_impl`."""
-    if implementation(architecture, impl) == "transformers":
-        return resolve("model implementation", "transformers", {"transformers": THROUGH_TRANSFORMERS})
-    if architecture not in _KNOWN:
-        raise UnsupportedModelError(
-            f"architecture {architecture!r} is not implemented; supported: {', '.join(supported())}; "
-            "quire.models.registry.register() adds one; model_impl 'transformers' may run it"
-        )
-    return resolve("architecture", architecture, _KNOWN)
+    if implementation(architecture, impl) == "quire":
+        if architecture not in _KNOWN:
+            raise _unknown(architecture, "; model_impl 'transformers' may run it")
+        return resolve("architecture", architecture, _KNOWN)
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as FAMILIES
+
+    if not any(architecture in ((each,) if isinstance(each, str) else each) for each in FAMILIES.values()):
+        raise _unknown(architecture, ", and transformers has no causal language model of this name")
+    return resolve("model implementation", "transformers", {"transformers": _THROUGH_TRANSFORMERS})
+
+
+def _unknown(architecture: str, more: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"architecture {architecture!r} is not implemented; supported: {', '.join(supported())}; "
+        f"quire.models.registry.register() adds one{more}"
+    )

@@ -21,7 +21,10 @@ from quire.kernels.gates import PLAIN_EXPERTS, ExpertVariant
 from quire.kernels.kv import KVFormat
 from quire.kernels.routing import RouteRule
 from quire.kernels.weights.base import Weight
+from quire.layers.attention.latent import UpProjection
+from quire.layers.attention.layer import Attention
 from quire.layers.build_context import collect_targets
+from quire.layers.expert_weights import shared_names
 from quire.layers.linear import FusedLinear, ReplicatedLinear, RowParallelLinear
 from quire.layers.moe import SparseMLP
 from quire.loading.files import ModelFiles
@@ -325,7 +328,7 @@ class LayerStage:
         """The pairs of layers that scales can be moved between, in the order in which they are to be scaled."""
         found: list[Scaling] = []
         for module in self.model.modules():  # type: ignore[attr-defined]
-            if isinstance(module, LlamaLayer):
+            if isinstance(module, LlamaLayer) and isinstance(module.self_attn.attention, Attention):
                 found += _scalings(module)
         if not found:
             raise UnsupportedModelError(
@@ -415,10 +418,12 @@ def _dense(weight: Weight) -> torch.Tensor:
 def _unquantized(model: CausalLM) -> Iterator[str]:
     for path, module in model.named_modules():  # type: ignore[attr-defined]
         owner = path.rpartition(".")[0]
-        if isinstance(module, ReplicatedLinear):
+        if isinstance(module, (ReplicatedLinear, UpProjection)):
             yield f"{owner}.{module.part.name}"
         elif isinstance(module, SparseMLP):
             yield f"{owner}.{module.namings[0].router}".removesuffix(".weight")
+            if module.choices > module.routing.top_k:
+                yield from (f"{owner}.{name}".removesuffix(".weight") for name in shared_names(module.shared_name))
 
 
 def _scalings(layer: LlamaLayer) -> Iterator[Scaling]:

@@ -86,6 +86,8 @@ class CudaBatch(DeviceBatch):
         self.results = self._pinned(in_flight, 2, max_rows)
         self._result_values = self.results.numpy()
         self._slot = 0
+        self._prompts: dict[int, int] = {}
+        self._contexts: list[int] | None = None
         self._workspace = workspace(max_rows, vocab_size, device)
 
     def _pinned(self, *size: int) -> torch.Tensor:
@@ -99,6 +101,7 @@ class CudaBatch(DeviceBatch):
         if plan.reset and self._on_gpu:
             torch.cuda.synchronize(self._device)  # a failed step may still be reading what the next one writes
         self._begin(plan)
+        self._contexts = self._follow_prompts(plan)
         self._slot = (self._slot + 1) % len(self._packed)
         added = {new.row for new in plan.add}
         drop = [row for row in plan.drop if row not in added]
@@ -122,6 +125,29 @@ class CudaBatch(DeviceBatch):
         apply_plan(packed, sizes, max(*lengths, sizes["padded"]) + 1, self.buffers, self)
         self._add_token_ids(plan.add)
         self.kv.copy(plan.copies)
+
+    def _follow_prompts(self, plan: StepPlan) -> list[int] | None:
+        """Tokens that the step's prompts have cached before it; None if the host does not know those of one of them.
+
+        Rows are followed from their first chunk to their first draw: what they compute later, only the device counts.
+        """
+        if plan.reset:
+            self._prompts.clear()
+        for new in plan.add:
+            self._prompts[new.row] = new.num_computed
+        for fork in (*plan.branches, *plan.forks):
+            self._prompts.pop(fork.row, None)
+        if plan.num_decodes == len(plan.rows):
+            return []
+        rows = plan.rows[plan.num_decodes :].tolist()
+        before = [self._prompts.get(row) for row in rows]
+        for row, done, count in zip(rows, before, plan.counts[plan.num_decodes :].tolist(), strict=True):
+            if done is not None:
+                self._prompts[row] = done + count
+        for row in plan.sample_rows.tolist():
+            self._prompts.pop(row, None)
+        known = [done for done in before if done is not None]
+        return known if len(known) == len(before) else None
 
     def apply_nothing(self) -> None:
         """The kernel of `apply`, for a plan that holds nothing."""
@@ -154,6 +180,8 @@ class CudaBatch(DeviceBatch):
             len(plan.rows), plan.num_tokens, plan.num_decodes, int(plan.counts.max()), plan.max_context,
             self.groups.exist,
         )  # fmt: skip
+        for group in inputs.attention:
+            group.contexts, group.query_lens = self._contexts, plan.counts[plan.num_decodes :].tolist()
         self.expand(inputs)
         return inputs
 

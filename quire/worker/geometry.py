@@ -68,7 +68,7 @@ class CacheGeometry:
     @property
     def is_uniform(self) -> bool:
         """Whether the layers are alike and fill the pages of one group: a cache is one tensor then."""
-        first = self.caches[0]
+        first = self.caches[0] if self.caches else None
         if len(self.groups) > 1 or not isinstance(first, AttentionCache) or len(set(self.caches)) > 1:
             return False
         each = first.format.layer_bytes(first.kv_heads, self.block_size, first.head_dim)
@@ -105,9 +105,6 @@ def plain_geometry(spec: KVSpec, block_size: int, format: KVFormat) -> CacheGeom
     """Layers that all keep the same, in one group."""
     cache: LayerCache = AttentionCache(spec.num_kv_heads, spec.head_dim, format)
     each = format.layer_bytes(spec.num_kv_heads, block_size, spec.head_dim)
-    if spec.latent_width:
-        cache = LatentCache(spec.latent_width, KVFormat(format.dtype))
-        each = block_size * spec.latent_width * format.dtype.itemsize
     return CacheGeometry(
         block_size, (FULL,), (cache,) * spec.num_layers, (0,) * spec.num_layers,
         tuple(each * layer for layer in range(spec.num_layers)), each * spec.num_layers,

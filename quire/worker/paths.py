@@ -172,6 +172,7 @@ class TapeDecodePath:
             context_lens=given.context_lens.clone(),
             block_tables=tables,
             plans={},
+            common={},
         )
 
 

@@ -23,9 +23,13 @@ from quire.kernels.triton.launch import let_threads_launch
 from quire.kernels.triton.ops import TritonOps
 from quire.kernels.triton.prefill_attention import LONG_CONTEXT
 from quire.layers.attention.base import AttentionInputs
+from quire.layers.attention.latent import LatentAttention
 from quire.layers.attention.layer import Attention
+from quire.layers.caches import StateView
 from quire.layers.gemm_shapes import kind_of, layer_experts, layer_gemms
 from quire.layers.linear import FusedLinear
+from quire.layers.moe import SparseMLP
+from quire.layers.recurrent import Recurrence
 from quire.worker.cuda_batch import CudaBatch
 from quire.worker.geometry import cache_layers
 
@@ -57,13 +61,16 @@ def warm_up(model: nn.Module, ops: TritonOps, batch: CudaBatch, max_tokens: int,
     experts = _expert_kernels(model, ops, max_tokens)
     tasks = [
         *_attention_kernels(model, batch, grouped),
+        *_latent_kernels(model, batch),
+        *_state_kernels(model, batch),
         *experts.values(),
         *_sampling_kernels(model, batch),
         *_row_kernels(model, ops, batch),
     ]
     gemms = layer_gemms(model)
     jobs = [job for gemm in gemms for job in ops.kernels_of(*gemm, max_tokens)]
-    layers = {_shape(module) for module in model.modules() if isinstance(module, Attention)}
+    layers = {_shape(module) for module in model.modules() if isinstance(module, Attention | LatentAttention)}
+    layers |= {module.shape for module in model.modules() if isinstance(module, Recurrence)}
     weights = {(kind_of(gemm.weight), *gemm[1:]) for gemm in gemms}
     kv = batch.kv.data
     identity = (
@@ -73,7 +80,9 @@ def warm_up(model: nn.Module, ops: TritonOps, batch: CudaBatch, max_tokens: int,
     return WarmUp([*tasks, *(job.compile for job in jobs)], identity, batch.kv.data.device)
 
 
-def _shape(layer: Attention) -> tuple[object, ...]:
+def _shape(layer: Attention | LatentAttention) -> tuple[object, ...]:
+    if isinstance(layer, LatentAttention):
+        return layer.num_heads, layer.shape
     spec = layer.spec
     flags = spec.window, spec.soft_cap, spec.sinks is None, layer.norms is None
     return layer.num_heads, layer.num_kv_heads, layer.head_dim, *flags
@@ -105,6 +114,33 @@ def _attention_kernels(model: nn.Module, batch: CudaBatch, grouped: bool) -> Ite
                     yield functools.partial(_plan, layer, kv, batch, rows, rows, rows, 0, is_grouped)
 
 
+def _latent_kernels(model: nn.Module, batch: CudaBatch) -> Iterator[Task]:
+    """The same for latent attention, from one layer: all have the same shape."""
+    pairs = zip(cache_layers(model), batch.kv.layers, strict=False)
+    found = next(((layer, kv) for layer, kv in pairs if isinstance(layer, LatentAttention)), None)
+    if found is None:
+        return
+    layer, kv = found
+    many = len(batch.buffers.rows) - 1
+    for rows, tokens, decodes in ((1, 1, 1), (1, 2, 0), (17, 17, 17), (33, 33, 33), (257, 257, 257)):
+        if rows <= many:
+            yield functools.partial(_attend_latents, layer, kv, batch, rows, tokens, decodes)
+
+
+@torch.inference_mode()
+def _attend_latents(
+    layer: LatentAttention, kv: torch.Tensor, batch: CudaBatch, rows: int, tokens: int, decodes: int
+) -> None:
+    inputs = batch.empty_inputs(rows, tokens, decodes, tokens, 0).attention[0]
+    inputs.of(layer.group).context_lens.zero_()
+    inputs.of(layer.group).slots.zero_()
+    wide = torch.zeros(
+        tokens, layer.num_heads * layer.shape.query + layer.shape.width, dtype=kv.dtype, device=kv.device
+    )
+    q, latent = wide.tensor_split((wide.shape[1] - layer.shape.width,), dim=1)
+    layer(q, latent, torch.zeros(tokens, dtype=torch.int64, device=kv.device), kv, inputs)
+
+
 @torch.inference_mode()
 def _plan(
     layer: Attention, kv: LayerKV, batch: CudaBatch, rows: int, tokens: int, decodes: int, max_context: int,
@@ -129,19 +165,48 @@ def _attend(
     layer.backend.attend(q, kv, inputs, layer.spec)
 
 
+def _state_kernels(model: nn.Module, batch: CudaBatch) -> Iterator[Task]:
+    """Recurrent layers over rows without tokens: decodes, prompts of one row and of many."""
+    pairs = zip(cache_layers(model), batch.kv.layers, strict=False)
+    layers = {layer.shape: (layer, states) for layer, states in pairs if isinstance(layer, Recurrence)}
+    many = len(batch.buffers.rows) - 1
+    for layer, states in layers.values():
+        for rows, tokens, decodes in ((1, 1, 1), (1, 2, 0), (many, 2 * many, 0)):
+            yield functools.partial(_recur, layer, states, batch, rows, tokens, decodes)
+
+
+@torch.inference_mode()
+def _recur(layer: Recurrence, states: StateView, batch: CudaBatch, rows: int, tokens: int, decodes: int) -> None:
+    inputs = batch.empty_inputs(rows, tokens, decodes, 2, 0).attention[layer.group]
+    inputs.context_lens.zero_()
+    layer(torch.zeros(tokens, layer.in_width, dtype=layer.conv.dtype, device=layer.conv.device), states, inputs)
+
+
 def _expert_kernels(model: nn.Module, ops: TritonOps, max_tokens: int) -> dict[object, Task]:
     """One token of zeros through experts of each shape, by every kernel a step may use."""
     tasks: dict[object, Task] = {}
     for experts in layer_experts(model):
         made = ops.expert_kernels_of(*experts[:5], max_tokens, experts.variant)
         tasks |= {(experts.kind, kernel): task for kernel, task in made.items()}
+    for module in model.modules():
+        if isinstance(module, SparseMLP) and module.rule is not None:
+            tasks.setdefault(("route", module.routing, module.rule), functools.partial(_route, module))
     return tasks
+
+
+def _route(module: SparseMLP) -> None:
+    routing, router = module.routing, module.router
+    logits = torch.zeros(1, router.shape[0], dtype=router.dtype, device=router.device)
+    counts = torch.zeros(routing.num_experts, dtype=torch.int64, device=router.device)
+    module.ops.route(logits, routing.top_k, routing.renormalise, counts, counts[:1], module.rule)
 
 
 def _sampling_kernels(model: nn.Module, batch: CudaBatch) -> Iterator[Task]:
     """Draws for the padding row, which do nothing, and the layout of steps of padding rows."""
     rows = torch.full((1,), batch.pad_row, dtype=torch.int32, device=batch.buffers.rows.device)
-    dtype = next((module.dtype for module in model.modules() if isinstance(module, Attention)), torch.float32)
+    dtype = next(
+        (module.dtype for module in model.modules() if isinstance(module, Attention | LatentAttention)), torch.float32
+    )
     logits = torch.zeros(1, batch.vocab_size, dtype=dtype, device=rows.device)
     token, invalid = rows.long(), rows.bool()
     for drawn in (logits, logits.float()):  # unchanged, and after penalties and lists
@@ -159,20 +224,23 @@ def _row_kernels(model: nn.Module, ops: TritonOps, batch: CudaBatch) -> Iterator
     """The row-wise kernels, on two rows of zeros."""
     attention, kv = next(iter(_attention_layers(model, batch)), (None, None))
     fused = next((module for module in model.modules() if isinstance(module, FusedLinear)), None)
-    if attention is None or kv is None or fused is None:
+    if fused is None:
         return
     weight = fused.weight
 
     def zeros(*shape: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=weight.dtype, device=weight.device)
 
-    width, heads, kv_heads, dim = weight.shape[1], attention.num_heads, attention.num_kv_heads, attention.head_dim
-    places = torch.zeros(2, dtype=torch.int64, device=weight.device)
+    width = weight.shape[1]
     yield lambda: ops.rms_norm(zeros(2, width), zeros(width), 1e-5)
     yield lambda: ops.add_rms_norm(zeros(2, width), zeros(2, width), zeros(width), 1e-5)
     gate_up = next((module for module in model.modules() if isinstance(module, FusedLinear) and module.gated), None)
     if gate_up is not None:
-        yield lambda: ops.silu_mul(zeros(2, gate_up.weight.shape[0]))
+        yield lambda: ops.gate_mul(zeros(2, gate_up.weight.shape[0]), gate_up.activation)
+    if attention is None or kv is None:
+        return
+    heads, kv_heads, dim = attention.num_heads, attention.num_kv_heads, attention.head_dim
+    places = torch.zeros(2, dtype=torch.int64, device=weight.device)
     yield lambda: ops.prepare_qkv(
         zeros(2, (heads + 2 * kv_heads) * dim), places, attention.cos_sin, attention.norms,
         attention.scaled(kv), places, heads, kv_heads, dim,

@@ -1,4 +1,4 @@
-"""The docs match the code: links lead to files, and code in CONTRIBUTING is that of the examples."""
+"""The docs match the code: links lead to files, and code in CONTRIBUTING is that of the examples and models."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ def test_links_lead_to_files(page):
     assert [link for link in links if not (page.parent / link).exists()] == []
 
 
-def test_code_in_contributing_is_the_examples_code():
-    examples = "\n".join(path.read_text() for path in (ROOT / "examples").glob("*.py"))
+def test_code_in_contributing_is_real_code():
+    sources = [*(ROOT / "examples").glob("*.py"), *(ROOT / "quire/models").glob("*.py")]
+    examples = "\n".join(path.read_text() for path in sources)
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.S)
     inner = [line for block in blocks for line in block.splitlines() if line.startswith(" " * 8)]
     assert len(inner) > 15

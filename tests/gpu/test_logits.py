@@ -16,10 +16,12 @@ from tests.models.harness import (
     random_reference,
     reference_logits,
 )
+from tests.models.relatives import RELATIVES
 from tests.models.test_against_transformers import PROMPTS, assert_rows_share_steps
 from tests.models.zoo import ZOO
 
 pytestmark = ON_A_GPU
+EVERY = ZOO | RELATIVES
 
 
 @cache
@@ -27,11 +29,11 @@ def pair(name: str) -> tuple[Any, Any]:
     from quire.kernels.triton.ops import TritonOps
     from quire.layers.attention.triton import TritonPagedAttention
 
-    reference = random_reference(ZOO[name])
+    reference = random_reference(EVERY[name])
     return reference, loaded_model(reference, target=Target(DEVICE, TritonOps, TritonPagedAttention))
 
 
-@pytest.fixture(params=ZOO)
+@pytest.fixture(params=EVERY)
 def models(request: pytest.FixtureRequest) -> tuple[Any, Any]:
     return pair(request.param)
 

@@ -93,6 +93,7 @@ def choices(tokens: int, count: int, top_k: int) -> tuple[torch.Tensor, torch.Te
 
 RULES = [
     RouteRule(scale=2.0, shared=1),
+    RouteRule(shared=1, gated=True),
     RouteRule(groups=4, top_groups=2),
     RouteRule(sigmoid=True, groups=5, top_groups=2, group_top=2, scale=2.5, shared=2),
     RouteRule(sigmoid=True, scale=1.5),

@@ -188,7 +188,7 @@ def test_llama3_rope_is_recovered_from_its_table(write_gguf: Write) -> None:
 def test_errors_name_what_is_not_supported(write_gguf: Write) -> None:
     path = write_gguf({}, arch="mamba")
     for read in (lambda: read_model_config(local_files("m", path)), lambda: GGUFCheckpoint(path)):
-        with pytest.raises(UnsupportedModelError, match="'mamba' is not supported; supported: gpt2"):
+        with pytest.raises(UnsupportedModelError, match="'mamba' is not supported; supported: .*gpt2"):
             read()
     path = write_gguf({}, arch="qwen2", extra=lambda writer: writer.add_expert_count(8), name="moe.gguf")
     with pytest.raises(UnsupportedModelError, match="'qwen2' with experts"):

@@ -104,7 +104,7 @@ RELATIVES: dict[str, PretrainedConfig] = {
         qk_nope_head_dim=12,
         qk_rope_head_dim=8,
         v_head_dim=16,
-    ),  # fmt: skip
+    ),
     "granite": _granite(GraniteConfig, tie_word_embeddings=True),
     "granite-moe": _granite(GraniteMoeConfig, num_local_experts=5, num_experts_per_tok=2),
     "minimax-m2": _like(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -18,15 +20,20 @@ from transformers import (
 )
 
 from quire.distributed.groups import Ranks
+from quire.errors import UnsupportedModelError
+from quire.loading.model_config import ModelConfig
 from tests.models.harness import (
     assert_same,
+    checkpoint_tensors,
     empty_model,
+    load,
     loaded_model,
     model_config,
     random_reference,
     reference_logits,
 )
 from tests.models.hybrid import HybridRun, in_chunks
+from tests.models.test_names_and_ranks import ThreadGroup
 
 TOKENS = torch.randint(0, 97, (75,), generator=torch.Generator().manual_seed(3)).tolist()
 
@@ -75,6 +82,7 @@ HYBRIDS: dict[str, PretrainedConfig] = {
     "qwen3.5": _qwen(Qwen3_5TextConfig, tie_word_embeddings=True, attention_bias=True),
     "qwen3.5-moe": _qwen(
         Qwen3_5MoeTextConfig,
+        shared_expert_intermediate_size=20,  # as wide as the others
         num_hidden_layers=3,
         layer_types=["full_attention", "linear_attention", "linear_attention"],
         linear_num_value_heads=2,
@@ -129,9 +137,10 @@ HYBRIDS: dict[str, PretrainedConfig] = {
 }
 
 
-def hybrid_reference(name: str) -> Any:
+def hybrid_reference(name: str, **changes: Any) -> Any:
     """A random model; norms that add 1 to their weights have weights around 0, and states forget slowly."""
-    reference = random_reference(HYBRIDS[name])
+    config = HYBRIDS[name]
+    reference = random_reference(type(config)(**{**config.to_dict(), **changes}) if changes else config)
     for parameter, values in reference.named_parameters():
         if parameter.endswith("dt_bias"):
             values.data -= 3
@@ -191,6 +200,19 @@ def test_two_stages(pair: tuple[Any, Any]) -> None:
     assert_same(in_chunks(stages, TOKENS, lambda i: 31), reference_logits(reference, TOKENS))
 
 
+def test_two_ranks(pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    gang = ThreadGroup(2)
+    for module in ("linear", "moe", "embedding", "recurrent"):
+        monkeypatch.setattr(f"quire.layers.{module}.all_reduce", gang.all_reduce)
+    monkeypatch.setattr("quire.layers.embedding.all_gather_last", gang.all_gather_last)
+    reference, _ = pair
+    models = [loaded_model(reference, Ranks(tp_rank=r, tp_size=2), 128) for r in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        results = list(pool.map(lambda model: in_chunks(model, TOKENS, lambda i: (30, 1)[i % 2]), models))
+    for result in results:
+        assert_same(result, reference_logits(reference, TOKENS))
+
+
 def test_every_state_update_and_tap_matters(pair: tuple[Any, Any]) -> None:
     """Otherwise the tests above prove little: one token less, or another token within a tap, must show at the end."""
     reference, model = pair
@@ -205,6 +227,41 @@ def test_empty_models_declare_the_caches_of_all_layers() -> None:
     config = model_config(random_reference(HYBRIDS["qwen3-next"]))
     whole, half = (empty_model(config, Ranks(tp_size=size), 128) for size in (1, 2))
     state, ring = whole.caches[0].parts
-    assert (state.count, state.shape, ring.count, ring.shape) == (4, (16, 8), 12, (4, 8))
+    assert (state.count, state.shape, ring.count, ring.shape) == (4, (8, 16), 12, (4, 8))
     assert [part.count for part in half.caches[0].parts] == [2, 6]
     assert (whole.caches[3].kv_heads, half.caches[3].kv_heads) == (2, 1)
+
+
+@pytest.mark.parametrize("kind", ["", "Moe"])
+def test_the_published_form_with_a_vision_tower(kind: str) -> None:
+    """The text config is nested, the names are `model.language_model…`, and the tower and draft layers are left out."""
+    reference = hybrid_reference(f"qwen3.5{'-moe' if kind else ''}")
+    text = json.loads(json.dumps(reference.config.to_dict()))
+    raw = {
+        "architectures": [f"Qwen3_5{kind}ForConditionalGeneration"],
+        "model_type": "qwen3_5",
+        "text_config": text,
+        "tie_word_embeddings": text["tie_word_embeddings"],
+    }
+    model = empty_model(ModelConfig.from_dict(raw), max_model_len=128)
+    tensors = checkpoint_tensors(reference)
+    tensors = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in tensors.items()}
+    more = {name: torch.zeros(1) for name in ("model.visual.blocks.0.norm1.weight", "mtp.fc.weight")}
+    load(model, tensors | more)
+    assert_same(in_chunks(model, TOKENS, lambda i: 75), reference_logits(reference, TOKENS))
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("qwen3-next", {"layer_types": ["sliding_attention"] * 4}, "sliding_attention"),
+        ("nemotron-h", {"layers_block_type": ["moe"] * 5}, "moe"),
+        ("nemotron-h", {"mamba_hidden_act": "gelu"}, "gelu"),
+        ("granite-4", {"position_embedding_type": "alibi"}, "alibi"),
+        ("granite-4", {"hidden_act": "gelu"}, "gelu"),
+    ],
+)
+def test_what_is_not_implemented_is_refused_by_name(name: str, change: dict[str, Any], message: str) -> None:
+    config = model_config(random_reference(HYBRIDS[name]))
+    with pytest.raises(UnsupportedModelError, match=message):
+        empty_model(ModelConfig.from_dict(dict(config.raw) | change))

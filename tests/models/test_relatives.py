@@ -4,15 +4,21 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import Mistral3Config, Mistral3ForConditionalGeneration
 
+from quire import LLM, SamplingParams
 from quire.distributed.groups import Ranks
 from quire.errors import UnsupportedModelError
 from quire.layers.attention.base import LastTokens
-from quire.loading.model_config import ModelConfig
+from quire.layers.build_context import collect_targets
+from quire.loading.files import local_files
+from quire.loading.load import load_weights, open_checkpoint
+from quire.loading.model_config import ModelConfig, read_model_config
 from tests.models.harness import (
     assert_same,
     checkpoint_tensors,
@@ -107,6 +113,24 @@ def test_olmo3_scales_only_layers_without_a_window_in_old_files() -> None:
     assert_same(in_chunks(ours, PROMPTS["long"], 29), reference_logits(theirs, PROMPTS["long"]))
 
 
+@pytest.mark.parametrize("kind", ["mistral", "ministral3"])
+def test_the_text_part_of_mistral3_as_published(kind: str, tmp_path: Path) -> None:
+    text = SHAPE | {"model_type": kind, "head_dim": 8}
+    if kind == "ministral3":
+        text["rope_parameters"] = RELATIVES["ministral3"].rope_parameters
+    vision = {"model_type": "pixtral", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    vision |= {"num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+    theirs = Mistral3ForConditionalGeneration(Mistral3Config(text_config=text, vision_config=vision)).eval()
+    for parameter in theirs.parameters():
+        parameter.data.normal_(generator=torch.Generator().manual_seed(parameter.numel())).mul_(0.3)
+    theirs.save_pretrained(tmp_path)
+    files = local_files("m", tmp_path)
+    config = read_model_config(files)
+    ours = empty_model(config)
+    load_weights(collect_targets(ours), ours.ignores, open_checkpoint(files, "auto"), False)
+    assert_same(in_chunks(ours, PROMPTS["long"], 9), reference_logits(theirs, PROMPTS["long"]))
+
+
 def test_minimax_m2_by_its_published_config_and_names() -> None:
     theirs = reference("minimax-m2")
     config = model_config(theirs)
@@ -145,6 +169,13 @@ def test_fields_that_equal_a_familys_default_may_be_missing(
         ("opt", {"word_embed_proj_dim": 16}, "word_embed_proj_dim"),
         ("starcoder2", {"hidden_act": "xielu"}, "xielu"),
         ("cohere", {"hidden_act": "gelu"}, "gelu"),
+        ("cohere2", {"layer_switch": 3}, "layer_switch"),
+        ("falcon-7b", {"apply_residual_connection_post_layernorm": True}, "apply_residual"),
+        ("granite", {"position_embedding_type": "nope"}, "position_embedding_type"),
+        ("ministral", {"rope_parameters": {"rope_theta": 1e4, "llama_4_scaling_beta": 0.1}}, "llama_4_scaling_beta"),
+        ("olmo2", {"clip_qkv": 8.0}, "clip_qkv"),
+        ("smollm3", {"use_sliding_window": True, "sliding_window": 5, "layer_types": None}, "layer_types"),
+        ("starcoder2", {"mlp_type": "gated"}, "mlp_type"),
         ("minimax-m2", {"qk_norm_type": "per_head"}, "qk_norm_type"),
         ("minimax-m2", {"attn_type_list": [1, 0]}, "attn_type_list"),
         ("phi3", {"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0]}}, "4 numbers as 'long_factor'"),
@@ -168,3 +199,29 @@ def test_plain_layers_can_end_with_the_last_tokens_alone(name: str) -> None:
 
     ours.forward = last_only
     assert_same(in_chunks(ours, PROMPTS["long"], 29), logits[-1:])
+
+
+@pytest.mark.parametrize("name", ["cohere2", "falcon-40b", "granite-moe", "olmo3", "phi3"])
+def test_a_whole_engine_generates_the_same_tokens(name: str, tmp_path: Path) -> None:
+    """In chunks, several rows at once, and the second time from cached prefixes; three of these have windows."""
+    theirs = reference(name)
+    theirs.save_pretrained(tmp_path)
+    prompts = [(PROMPTS["long"] * 2)[:40], [*PROMPTS["long"][:20], 3], PROMPTS["short"]]
+    sampling = SamplingParams(max_tokens=10, temperature=0, ignore_eos=True, detokenize=False)
+    settings: dict[str, Any] = {"max_num_batched_tokens": 16, "max_num_seqs": 3, "block_size": 4}
+    with LLM(
+        str(tmp_path),
+        dtype="float32",
+        device="cpu",
+        num_gpu_blocks_override=80,
+        skip_tokenizer_init=True,
+        **settings,
+    ) as llm:
+        for round in range(2):
+            results = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
+            for prompt, result in zip(prompts, results, strict=True):
+                row = list(prompt)
+                for token in result.outputs[0].token_ids:
+                    assert token == int(reference_logits(theirs, row)[-1].argmax())
+                    row.append(token)
+            assert round == 0 or results[0].num_cached_tokens >= 32

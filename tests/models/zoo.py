@@ -7,6 +7,9 @@ from typing import Any
 from transformers import (
     DeepseekV2Config,
     DeepseekV3Config,
+    Gemma2Config,
+    Gemma3TextConfig,
+    Gemma4TextConfig,
     GPT2Config,
     GPTNeoXConfig,
     GptOssConfig,
@@ -87,6 +90,29 @@ def _latent(kind: type[PretrainedConfig], **changes: Any) -> PretrainedConfig:
     return _llama_like(kind, **(shape | changes))
 
 
+def _gemma4(**changes: Any) -> PretrainedConfig:
+    layers = changes.get("num_hidden_layers", 4)
+    shape: dict[str, Any] = {
+        "num_hidden_layers": layers,
+        "head_dim": 8,
+        "global_head_dim": 16,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+        "hidden_size_per_layer_input": 0,
+        "vocab_size_per_layer_input": 97,
+        "sliding_window": 6,
+        "final_logit_softcapping": 4.0,
+        "layer_types": [
+            "full_attention" if i % 3 == 2 or i == layers - 1 else "sliding_attention" for i in range(layers)
+        ],
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+            "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.5, "rope_theta": 900.0},
+        },
+    }
+    return _llama_like(Gemma4TextConfig, **(shape | changes))
+
+
 def _scaled(**rope: Any) -> PretrainedConfig:
     return _llama_like(LlamaConfig, rope_parameters={"rope_theta": 500.0, **rope})
 
@@ -140,6 +166,40 @@ ZOO: dict[str, PretrainedConfig] = {
     "deepseek-v2": _latent(DeepseekV2Config, topk_method="group_limited_greedy", routed_scaling_factor=2.0),
     "deepseek-v2-lite": _latent(DeepseekV2Config, q_lora_rank=None, n_group=None, topk_group=None),
     "deepseek-v3": _latent(DeepseekV3Config, routed_scaling_factor=2.5, attention_bias=True),
+    "gemma-2": _llama_like(
+        Gemma2Config,
+        num_hidden_layers=3,
+        head_dim=12,
+        sliding_window=5,
+        query_pre_attn_scalar=20,
+        attn_logit_softcapping=1.5,
+        final_logit_softcapping=3.0,
+    ),
+    "gemma-2-uncapped": _llama_like(
+        Gemma2Config, head_dim=8, sliding_window=7, attn_logit_softcapping=None, final_logit_softcapping=None
+    ),
+    "gemma-3": _llama_like(
+        Gemma3TextConfig,
+        num_hidden_layers=4,
+        head_dim=16,
+        sliding_window=6,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"],
+        rope_parameters={
+            "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+            "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 900.0},
+        },
+    ),
+    "gemma-4": _gemma4(),
+    "gemma-4-shared": _gemma4(
+        num_hidden_layers=6,
+        num_kv_shared_layers=3,
+        use_double_wide_mlp=True,
+        hidden_size_per_layer_input=12,
+        attention_k_eq_v=False,
+    ),
+    "gemma-4-mixture": _gemma4(
+        attention_k_eq_v=False, enable_moe_block=True, num_experts=6, top_k_experts=2, moe_intermediate_size=20
+    ),
     "gpt-oss": _llama_like(
         GptOssConfig,
         num_hidden_layers=4,

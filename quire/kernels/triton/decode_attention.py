@@ -229,7 +229,7 @@ def _decode(
     WINDOW: tl.constexpr, CAP: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr, OWN_P2: tl.constexpr,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_P2: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
     PARTS: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, SHARED: tl.constexpr, CODES: tl.constexpr,
-    TOKEN_SCALES: tl.constexpr, VALUES: tl.constexpr, FAST: tl.constexpr, AHEAD: tl.constexpr,
+    TOKEN_SCALES: tl.constexpr, VALUES: tl.constexpr, FAST: tl.constexpr, MIXED: tl.constexpr, AHEAD: tl.constexpr,
     FETCHED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A program's range of tiles, segment by segment; a segment is the part of the range in one row and KV head."""
@@ -348,13 +348,17 @@ def _decode(
                     visible = visible & (position[None, :] > own_position - WINDOW)
             if CODES:
                 at = (block * stride_block + (position % BLOCK) * (DIM // 2))[:, None]
-                # Not masked: every position has a block, if only block 0, and no code is NaN.
+                # Not masked: every position has a block, if only block 0, and no code is NaN, unless the block held
+                # other data before.
                 if 2 * (DIM // 2) == DIM_P2:
                     k = tl.trans(tl.load(keys + at))
-                    v = tl.load(keys + stride_half + at)
+                    if MIXED:
+                        v = tl.load(keys + stride_half + at, mask=seen[:, None], other=0)
+                    else:
+                        v = tl.load(keys + stride_half + at)
                 else:
                     k = tl.trans(tl.load(keys + at, mask=in_pairs, other=0))
-                    v = tl.load(keys + stride_half + at, mask=in_pairs, other=0)
+                    v = tl.load(keys + stride_half + at, mask=in_pairs & seen[:, None], other=0)
                 scores = tl.dot(q_even, decode_even(k, CODES, q_even.dtype, FAST), input_precision=PRECISION)
                 scores = tl.dot(q_odd, decode_odd(k, CODES, q_odd.dtype, FAST), scores, input_precision=PRECISION)
                 scores = scores * q_factors
@@ -507,8 +511,8 @@ class DecodeAttention:
         _decode[(self._programs,)](
             q, codes, out, tables, rows, lens, plan, self._partial, self._stats, self._counters, *seen, sinks, factor,
             q.stride(0), stride_block, stride_half, stride_head, tables.stride(0),
-            WINDOW=window or 0, CAP=cap, BLOCK=kv.shape[3], SHARED=prefix is not None, **read_arguments(kv),
-            **self._constants,
+            WINDOW=window or 0, CAP=cap, BLOCK=kv.shape[3], SHARED=prefix is not None,
+            MIXED=isinstance(kv, QuantizedKV) and kv.mixed, **read_arguments(kv), **self._constants,
         )  # fmt: skip
 
 

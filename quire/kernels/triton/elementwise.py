@@ -16,6 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
+from quire.kernels.triton.gates import gate_mul
 from quire.kernels.triton.launch import gdc_launch_dependents, gdc_wait, pdl
 
 MAX_NORM_WIDTH = 32768
@@ -108,7 +109,9 @@ def add_rms_norm(
 
 
 @triton.jit
-def _silu_mul(gate_up, out, stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _gate_mul(
+    gate_up, out, stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr, PDL: tl.constexpr
+):
     # One grid axis for rows and columns: the second axis ends at 65535, and adjacent programs read adjacent memory.
     BLOCKS: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
     program = tl.program_id(0)
@@ -121,7 +124,7 @@ def _silu_mul(gate_up, out, stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PD
     at = gate_up + row * stride + columns
     gate = tl.load(at, mask=inside).to(tl.float32)
     up = tl.load(at + WIDTH, mask=inside).to(tl.float32)
-    tl.store(out + row * WIDTH + columns, gate / (1 + tl.exp(-gate)) * up, mask=inside)
+    tl.store(out + row * WIDTH + columns, gate_mul(gate, up, ACTIVATION), mask=inside)
 
 
 @functools.cache
@@ -132,8 +135,9 @@ def _silu_constants(width: int) -> tuple[int, dict[str, Any]]:
     return triton.cdiv(width, block), {"WIDTH": width, "BLOCK": block, "num_warps": warps, **pdl()}
 
 
-def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up of gate_up [rows, 2 * width], gate first; contiguous in the last dimension.
+def silu_mul(gate_up: torch.Tensor, activation: str = "silu") -> torch.Tensor:
+    """silu(gate) * up, or another activation, of gate_up [rows, 2 * width], gate first; contiguous in the last
+    dimension.
 
     Bytes: 3 values per output. Operations: about 5 per output, two of them on the special function unit.
     """
@@ -141,7 +145,7 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     width = double // 2
     blocks, constants = _silu_constants(width)
     out = gate_up.new_empty((rows, width))
-    _silu_mul[(rows * blocks,)](gate_up, out, gate_up.stride(0), **constants)
+    _gate_mul[(rows * blocks,)](gate_up, out, gate_up.stride(0), ACTIVATION=activation, **constants)
     return out
 
 

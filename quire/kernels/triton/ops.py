@@ -192,7 +192,8 @@ class TritonOps(TorchOps):
             copy = torch.empty(weight.shape, dtype=weight.dtype, device="meta")  # it may get one once it is loaded
             dense = self.kernels_of(copy, normed, gated, bias, max_rows)
             return [*found, *(kernel for kernel in dense if getattr(kernel, "rows", 0) >= COPY_MIN_ROWS)]
-        fused = (["norm_silu_linear", "silu_linear"] if gated else ["norm_linear"]) if normed else []
+        fused = ["norm_silu_linear", "silu_linear"] if gated else ["norm_linear"]
+        fused = fused if normed else fused[1:]
         kinds = [*fused, "linear"]
         n, k = weight.shape
 
@@ -257,8 +258,8 @@ class TritonOps(TorchOps):
             return self.quantized(gate_up).sparse_mlp(
                 x, residual, gain, eps, router, gate_up, down, top_k, renormalise, counts, slots, rule, variant
             )  # fmt: skip
-        shared = 0 if rule is None else rule.shared
-        if x is not None and router.shape[0] + shared == gate_up.shape[0]:
+        shared, gates = (0, 0) if rule is None else (rule.shared, rule.gates)
+        if x is not None and router.shape[0] - gates + shared == gate_up.shape[0]:
             config = self._experts_config(x, gate_up, down, top_k + shared)
             if config is not None and config.kernel == "vector":
                 # Four kernels: the norm is fused into the router's GEMM and into the experts' first one.
@@ -301,6 +302,11 @@ class TritonOps(TorchOps):
         configs = [self._experts_config(x, gate_up, down, top_k) for x in inputs]
         wanted = [config for config in configs if config is not None]
         return moe.launches(gate_up, down, top_k, renormalise, routed, wanted, variant)  # type: ignore[arg-type]
+
+    def gate_mul(self, gate_up: torch.Tensor, activation: str = "silu") -> torch.Tensor:
+        if _is_supported(gate_up):
+            return elementwise.silu_mul(gate_up, activation)
+        return super().gate_mul(gate_up, activation)
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         return elementwise.silu_mul(gate_up) if _is_supported(gate_up) else super().silu_mul(gate_up)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -24,8 +25,6 @@ class KVSpec:
     num_layers: int
     num_kv_heads: int
     head_dim: int
-    latent_width: int = 0
-    """Latent attention: values a token, in place of keys and values by head."""
 
 
 @dataclass(frozen=True)
@@ -70,10 +69,14 @@ class AttentionInputs:
     last: LastTokens | None = None
     """Set if only some hidden states are needed: a model with `supports_last_tokens` stops computing the other tokens
     once the keys and values of its last layer are written."""
-    has_context: bool = True
-    """Whether rows with several query tokens may have cached tokens from before this step. False: known not to."""
+    contexts: Sequence[int] | None = None
+    """Tokens that were cached before this step, of each row after the decodes, where the host knows them."""
+    query_lens: Sequence[int] | None = None
+    """Query tokens of each row after the decodes, where the host knows them."""
     plans: dict[Any, Any] = field(default_factory=dict)
     """What a backend computed for this step and needs again in the next layer."""
+    common: dict[Any, Any] = field(default_factory=dict)
+    """The same for what does not depend on block tables: all cache groups have one."""
     siblings: tuple[AttentionInputs, ...] = ()
     """The same step over each cache group, this one included; empty if the model has one group."""
 

@@ -54,13 +54,13 @@ class TritonPagedAttention(PrefixGroupBackend):
             inputs.rows = torch.arange(inputs.num_rows, dtype=torch.int32, device=kv.device)
         shape, window = _shape(heads, kv), spec.window
         decodes = self._decodes(inputs)
-        if decodes and ("decode", window, shape) not in inputs.plans:
+        if decodes and ("decode", window, shape) not in inputs.common:
             kernel = self._kernel(DecodeAttention, heads, kv, inputs)
             groups = inputs.groups if window is None else None
             shared = None if groups is None else groups.shared
             if groups is not None:
                 prefix = self._kernel(PrefixAttention, heads, kv, inputs)
-                inputs.plans["prefix", window, shape] = (
+                inputs.common["prefix", window, shape] = (
                     prefix,
                     prefix.plan(
                         groups.members, groups.starts, groups.shared, inputs.rows, inputs.num_decodes,
@@ -68,15 +68,15 @@ class TritonPagedAttention(PrefixGroupBackend):
                     ),
                 )  # fmt: skip
             plan = kernel.plan(inputs.context_lens, inputs.rows, inputs.num_decodes, window, shared)
-            inputs.plans["decode", window, shape] = (kernel, plan)
-        if decodes < inputs.num_rows and ("tiles", shape) not in inputs.plans:
+            inputs.common["decode", window, shape] = (kernel, plan)
+        if decodes < inputs.num_rows and ("tiles", shape) not in inputs.common:
             is_long = self._invariant or inputs.max_context_len > LONG_CONTEXT
             tile = prefill_tile(kv.shape[4], kv.dtype.itemsize, is_long)
             tiles = plan_tiles(
                 inputs.query_starts, inputs.context_lens, inputs.rows, decodes, inputs.num_rows, inputs.num_tokens,
                 tile.tokens(heads // kv.shape[2]),
             )  # fmt: skip
-            inputs.plans["tiles", shape] = (tiles, tile)
+            inputs.common["tiles", shape] = (tiles, tile)
         if window is not None or self._invariant or decodes == inputs.num_rows or ("wide", shape) in inputs.plans:
             return
         if isinstance(kv, QuantizedKV) and kv.unit_scales:
@@ -89,16 +89,16 @@ class TritonPagedAttention(PrefixGroupBackend):
         decodes = self._decodes(inputs)
         if decodes:
             state = None
-            if inputs.groups is not None and ("prefix", window, shape) in inputs.plans:
-                prefix, tiles = inputs.plans["prefix", window, shape]
+            if inputs.groups is not None and ("prefix", window, shape) in inputs.common:
+                prefix, tiles = inputs.common["prefix", window, shape]
                 state = prefix.attend(q, kv, inputs.block_tables, inputs.groups.shared, tiles, scale, spec.soft_cap)
-            kernel, plan = inputs.plans["decode", window, shape]
+            kernel, plan = inputs.common["decode", window, shape]
             kernel.attend(
                 q, kv, out, inputs.block_tables, inputs.rows, inputs.context_lens, plan, decodes, scale, window,
                 state, spec.soft_cap, spec.sinks,
             )  # fmt: skip
         if decodes < inputs.num_rows:
-            tiles, tile = inputs.plans["tiles", shape]
+            tiles, tile = inputs.common["tiles", shape]
             wide: WidePlan | None = inputs.plans.get(("wide", shape)) if window is None else None
             tables = inputs.block_tables
             if wide is not None:
@@ -130,6 +130,6 @@ class TritonPagedAttention(PrefixGroupBackend):
         return self._kernels[key]
 
 
-def _shape(heads: int, kv: LayerKV) -> tuple[int, int, int]:
+def _shape(heads: int, kv: LayerKV) -> tuple[int, int, int, bool]:
     """What a step's plans depend on besides the window: layers may differ."""
-    return heads, kv.shape[2], kv.shape[4]
+    return heads, kv.shape[2], kv.shape[4], isinstance(kv, QuantizedKV)

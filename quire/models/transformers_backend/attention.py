@@ -18,6 +18,7 @@ from quire.errors import UnsupportedModelError
 from quire.kernels.kv import LayerKV
 from quire.layers.attention.base import AttentionInputs
 from quire.layers.attention.layer import Attention
+from quire.models.transformers_backend.rotation import Rotation
 
 PAGED = "quire"
 TRIAL = "quire_trial"
@@ -65,8 +66,39 @@ class Step:
     positions: torch.Tensor | None = None
     kv: Sequence[LayerKV] = ()
     inputs: AttentionInputs | None = None
-    is_local: bool = False
-    """Each token sees only itself: to check that tokens meet nowhere else (`model.py`)."""
+    check: LocalCheck | None = None
+    """Set while tokens see only themselves."""
+    rotation: Rotation | None = None
+    """Left by the rotation of the layer that is being computed, for attention to do (`rotation.py`)."""
+
+    def take_rotation(self) -> Rotation | None:
+        taken, self.rotation = self.rotation, None
+        return taken
+
+
+@dataclass
+class LocalCheck:
+    """Attention in which each token sees only itself, with what it was given the first time.
+
+    The result depends on queries and keys, so that a wrong rotation shows.
+    """
+
+    first: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    """By layer: queries, keys, the result."""
+    compares: bool = False
+    error: float = 0.0
+    """The largest difference of queries and keys from the first time, relative to the largest value."""
+
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        if not self.compares:
+            groups = q.shape[1] // k.shape[1]
+            out = (q + (k + v).repeat_interleave(groups, dim=1)).transpose(1, 2).contiguous()
+            self.first[layer] = (q, k, out)
+            return out
+        for now, before in ((q, self.first[layer][0]), (k, self.first[layer][1])):
+            difference = float((now.float() - before.float()).abs().max() / before.float().abs().max())
+            self.error = max(self.error, difference if difference == difference else float("inf"))
+        return self.first[layer][2]  # so that the next layer has the same inputs
 
 
 @dataclass
@@ -81,13 +113,39 @@ class PagedLayer:
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Heads' outputs [1, tokens, heads, head_dim] of q [1, heads, tokens, head_dim], k and v."""
         step = self.step
-        if step.is_local:
-            groups = q.shape[1] // k.shape[1]
-            return (q + (k + v).repeat_interleave(groups, dim=1)).transpose(1, 2)
+        rotation = step.take_rotation()
+        if step.check is not None:
+            if rotation is not None:
+                q, k = rotation.apply(q), rotation.apply(k)
+            return step.check.attend(self.index, q, k, v)
         assert step.inputs is not None and step.positions is not None
-        qkv = torch.cat([q[0].transpose(0, 1), k[0].transpose(0, 1), v[0].transpose(0, 1)], dim=1)
-        out = self.attention(qkv.flatten(1), step.positions, step.kv[self.index], step.inputs)
+        positions = step.positions
+        self.attention.cos_sin = None
+        if rotation is not None:
+            self.attention.cos_sin, positions = rotation.table, rotation.order
+        out = self.attention(_joined(q, k, v), positions, step.kv[self.index], step.inputs)
         return out.view(1, q.shape[2], q.shape[1], q.shape[3])
+
+
+def _joined(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """[tokens, heads * head_dim] of q, k and v [1, heads, tokens, head_dim] together: a view if they lie side by side,
+    as parts of one product do."""
+    size, dim = q.element_size(), q.shape[3]
+    place = q.data_ptr()
+    for part in (q, k, v):
+        _, heads, tokens, _ = part.shape
+        side_by_side = (
+            part.data_ptr() == place
+            and part.stride(3) == 1
+            and (heads == 1 or part.stride(1) == dim)
+            and (tokens == 1 or part.stride(2) == q.stride(2))
+            and part.untyped_storage().data_ptr() == q.untyped_storage().data_ptr()
+        )
+        if not side_by_side:
+            return torch.cat([each[0].transpose(0, 1) for each in (q, k, v)], dim=1).flatten(1)
+        place += heads * dim * size
+    width = (q.shape[1] + k.shape[1] + v.shape[1]) * dim
+    return q.as_strided((q.shape[2], width), (max(q.stride(2), width), 1))
 
 
 def _paged_attention(
@@ -104,7 +162,8 @@ def _paged_attention(
     asked = AttentionArguments.read(module, query.shape[-1], arguments)
     expected = layer.arguments
     # The window may come from the mask alone, which is not made here: the trial has seen both.
-    if (asked.scale, asked.softcap) != (expected.scale, expected.softcap) or asked.window not in (None, expected.window):
+    given, known = ((each.scale, each.softcap, each.sinks is None) for each in (asked, expected))
+    if given != known or asked.window not in (None, expected.window):
         raise UnsupportedModelError(f"{type(module).__name__} calls attention with {asked}, and before with {expected}")
     return layer.attend(query, key, value), None
 

@@ -16,11 +16,20 @@ from torch import nn
 
 from quire.distributed.collectives import all_reduce
 from quire.errors import UnsupportedModelError
+from quire.kernels.gates import GATES
 from quire.kernels.reference import TorchOps
 from quire.kernels.weights.base import Weight
 from quire.layers.build_context import BuildContext
 from quire.layers.embedding import LMHead, VocabEmbedding
-from quire.layers.expert_weights import DOWN, GATE_UP, ROUTER, ExpertNaming, ExpertShare, ExpertWeights, QuantizedExperts
+from quire.layers.expert_weights import (
+    DOWN,
+    GATE_UP,
+    ROUTER,
+    ExpertNaming,
+    ExpertShare,
+    ExpertWeights,
+    QuantizedExperts,
+)
 from quire.layers.linear import FusedLinear, FusedPart, RowParallelLinear
 from quire.loading.weights import AnyTarget, Target
 from quire.models.transformers_backend.names import ExpertNames, FullyNamedLayout
@@ -46,6 +55,11 @@ class Matrix:
     def fuses_with(self) -> tuple[object, ...]:
         """Matrices for which this is equal can be one product."""
         return self.inputs, self.bias, self.transposed, self.cut
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it has no other name in a checkpoint and is stored [out, in]."""
+        return not self.stored and not self.transposed
 
     def parts(self, build: BuildContext) -> list[FusedPart]:
         """The outputs that this rank keeps."""
@@ -111,6 +125,71 @@ class JoinedPart(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self._whole[0].part(self._index, x)
+
+
+class GateUp(JoinedLinear):
+    """Gate and up of a gated MLP; yields the activation of the two."""
+
+    gated = True
+
+    def __init__(self, build: BuildContext, matrices: Sequence[Matrix], activation: str) -> None:
+        super().__init__(build, matrices)
+        self.activation = activation
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.is_meta:
+            return x.new_empty(*x.shape[:-1], self.out_features // 2)
+        flat = x.reshape(-1, x.shape[-1])
+        return self.ops.gated_linear(flat, self.weight, self.bias, self.activation).view(*x.shape[:-1], -1)
+
+
+class GatedMLP(nn.Module):
+    """down(act(gate(x)) * up(x)), for an MLP of the library's that computes this."""
+
+    def __init__(self, gate_up: GateUp, down: nn.Module, name: str) -> None:
+        """`name`: of down, in the library's MLP."""
+        super().__init__()
+        self.gate_up = gate_up
+        self.add_module(name, down)
+        self._down = (down,)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self._down[0](self.gate_up(x))
+
+
+def gate_of(module: nn.Module, inner: Sequence[str], outer: str) -> str | None:
+    """The activation, one of `GATES`, of a gated MLP, found by trying it; None: it computes something else.
+
+    `inner`: the names of gate and up, in this order, or of the matrix that has both; `outer`: that of down.
+    """
+    if any(list(child.parameters()) for name, child in module.named_children() if name not in (*inner, outer)):
+        return None
+    if next(module.parameters(recurse=False), None) is not None or next(module.buffers(), None) is not None:
+        return None
+    generator = torch.Generator().manual_seed(0)
+    width = 12
+    gate, up, down = (torch.randn(*s, generator=generator) / 3 for s in ((width, 8), (width, 8), (8, width)))
+    weights = [gate, up] if len(inner) == 2 else [torch.cat([gate, up])]
+    same = copy.copy(module)
+    same._modules = dict(module._modules)
+    for name, weight in zip((*inner, outer), (*weights, down), strict=True):
+        same._modules[name] = tried = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+        tried.weight = nn.Parameter(weight, requires_grad=False)
+    kinds = set(GATES)
+    with torch.no_grad():
+        for scale in (1.0, 30.0):  # kinds of gelu differ near 0, limits far from it
+            x = scale * torch.randn(5, 8, generator=generator)
+            try:
+                theirs = same(x[None])[0]
+            except Exception:
+                return None
+            if not isinstance(theirs, torch.Tensor) or theirs.shape != x.shape:
+                return None
+            for kind in list(kinds):
+                ours = GATES[kind](x @ gate.t(), x @ up.t()) @ down.t()
+                if not torch.allclose(theirs, ours, rtol=0, atol=1e-6 * float(ours.abs().max())):
+                    kinds.remove(kind)
+    return kinds.pop() if len(kinds) == 1 else None
 
 
 class InputCutLinear(RowParallelLinear):
@@ -204,15 +283,18 @@ class Norm(nn.Module):
 
 def rms_norm_eps(module: nn.Module) -> float | None:
     """The eps of a module that is an RMS norm with a plain weight, found by trying it; None: it is not."""
-    eps = next((e for key in ("variance_epsilon", "eps", "epsilon") if isinstance(e := getattr(module, key, None), float)), None)
-    if eps is None or list(dict(module.named_parameters())) != ["weight"] or list(module.buffers()):
+    found = (getattr(module, name, None) for name in ("variance_epsilon", "eps", "epsilon"))
+    eps = next((each for each in found if isinstance(each, float)), None)
+    weights = dict(module.named_parameters())
+    if eps is None or list(weights) != ["weight"] or weights["weight"].dim() != 1:
         return None
-    if module.weight.dim() != 1 or list(module.children()):  # type: ignore[union-attr, operator]
+    if next(module.buffers(), None) is not None or next(module.children(), None) is not None:
         return None
     generator = torch.Generator().manual_seed(0)
-    size = module.weight.shape[0]  # type: ignore[union-attr]
+    size = weights["weight"].shape[0]
+    weight = nn.Parameter(torch.randn(size, generator=generator), requires_grad=False)
     same = copy.copy(module)
-    same._parameters = {"weight": nn.Parameter(torch.randn(size, generator=generator), requires_grad=False)}
+    same._parameters = {"weight": weight}
     with torch.no_grad():
         for scale in (1.0, eps**0.5):  # eps matters for small values only
             x = scale * torch.randn(3, size, generator=generator)
@@ -220,10 +302,9 @@ def rms_norm_eps(module: nn.Module) -> float | None:
                 theirs = same(x)
             except Exception:
                 return None
-            ours = TorchOps().rms_norm(x, same.weight, eps)  # type: ignore[arg-type]
             if not isinstance(theirs, torch.Tensor) or theirs.shape != x.shape:
                 return None
-            if not torch.allclose(theirs, ours, rtol=1e-4, atol=1e-5):
+            if not torch.allclose(theirs, TorchOps().rms_norm(x, weight, eps), rtol=1e-4, atol=1e-5):
                 return None
     return eps
 

@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.pytorch_utils import Conv1D
 
-from quire.errors import ConfigError, UnsupportedModelError
+from quire.errors import CheckpointError, ConfigError, UnsupportedModelError
 from quire.kernels.kv import LayerKV
 from quire.layers.attention.base import AttentionInputs, KVSpec
 from quire.layers.attention.layer import Attention
@@ -32,10 +32,11 @@ from quire.layers.build_context import BuildContext
 from quire.layers.caches import AttentionCache, LayerCache
 from quire.layers.linear import Heads
 from quire.loading.model_config import ModelConfig
-from quire.models.registry import supported
-from quire.models.transformers_backend.attention import PAGED, TRIAL, PagedLayer, Step
+from quire.models.transformers_backend.attention import PAGED, TRIAL, LocalCheck, PagedLayer, Step
 from quire.models.transformers_backend.layers import (
     Experts,
+    GatedMLP,
+    GateUp,
     Head,
     JoinedLinear,
     JoinedPart,
@@ -43,11 +44,13 @@ from quire.models.transformers_backend.layers import (
     Norm,
     OwnWeights,
     TokenEmbedding,
+    gate_of,
     make_matrix_layer,
     rms_norm_eps,
 )
 from quire.models.transformers_backend.names import CheckpointNames
 from quire.models.transformers_backend.parallel import Cut, ParallelPlan
+from quire.models.transformers_backend.rotation import Deferral, deferred_forward
 from quire.models.transformers_backend.trial import LayerCall, Trial, run_trial
 
 logger = logging.getLogger(__name__)
@@ -81,9 +84,42 @@ class TransformersForCausalLM(nn.Module):
                 "enable_expert_parallel",
                 True,
             )
+        self._step = Step()
+        self._deferral = Deferral(self._step)
+        try:
+            library, base, whole = self._make(build, joins=True)
+        except UnsupportedModelError as error:
+            # Results of a joined product are views that some models cannot reshape.
+            logger.debug("matrices are not joined: %s", error)
+            library, base, whole = self._make(build, joins=False)
+        build = self.build
+        self._heads = [_heads(build, whole[i], self.calls[i]) for i in range(len(self.calls))]
+        for index, own in enumerate(self._heads):
+            call = self.calls[index]
+            asked = call.arguments
+            attention = Attention(build, own, index, None, scale=asked.scale, soft_cap=asked.softcap)
+            call.module.add_module("paged", attention)
+            call.module.quire = PagedLayer(attention, asked, index, self._step)  # type: ignore[assignment]
+        self._set_attention(library, PAGED)
+        # Names of tensors begin with the library's names of its parts; its own class only computes logits.
+        for name, part in library.named_children():
+            self.add_module(name, part)
+        self._base = (base,)
+        self._states = _GivenStates()
+        library._modules[library.base_model_prefix] = self._states
+        self._library = (library,)
+        self._ignored = [re.compile(each) for each in library._keys_to_ignore_on_load_unexpected or ()]
+        self.own = self._take_weights(library)
+        self._give_sinks()
+        self._is_checked = build.device.type == "meta"
+        self._check_head()
+
+    def _make(self, build: BuildContext, joins: bool) -> tuple[Any, nn.Module, Mapping[int, LayerCall]]:
+        """(the library's model with the engine's layers, its base model, how its layers call attention if not split).
+        `joins`: matrices that read the same input become one."""
         library = _make_model(build)
-        prefix = library.base_model_prefix
-        base = getattr(library, prefix, None)
+        architecture = build.config.architecture
+        base = getattr(library, library.base_model_prefix, None)
         if not isinstance(base, nn.Module):
             raise UnsupportedModelError(f"{architecture} cannot run through transformers: it has no base model")
         trial = run_trial(library, base, lambda module: type(module) in (nn.Linear, Conv1D))
@@ -91,33 +127,10 @@ class TransformersForCausalLM(nn.Module):
         self.graph_safe = not trial.copies
         if trial.copies:
             logger.warning("%s copies from the host in its steps: they run without CUDA graphs", architecture)
-        self.build = build = dataclasses.replace(build, config=_seen_config(build.config, library, trial))
-        self._step = Step()
-        self._replace_layers(library, base, trial)
-        self.calls = trial.calls
-        if build.ranks.tp_size > 1:
-            self.calls = run_trial(library, base, lambda module: False).calls
-        heads = [_heads(build, trial.calls[i], self.calls[i]) for i in sorted(self.calls)]
-        if len({(len(each.kv), each.dim) for each in heads}) > 1:
-            raise UnsupportedModelError(f"{architecture}: KV heads that differ between layers are not implemented")
-        for index, own in enumerate(heads):
-            call = self.calls[index]
-            attention = Attention(build, own, index, None, scale=call.arguments.scale)
-            call.module.add_module("paged", attention)
-            call.module.quire = PagedLayer(attention, call.arguments, index, self._step)  # type: ignore[assignment]
-        self._kv = KVSpec(len(heads), len(heads[0].kv), heads[0].dim)
-        self._set_attention(library, PAGED)
-        # Names of tensors begin with the library's names of its parts; its own class only computes logits.
-        for name, part in library.named_children():
-            self.add_module(name, part)
-        self._base = (base,)
-        self._states = _GivenStates()
-        library._modules[prefix] = self._states
-        self._library = (library,)
-        self._ignored = [re.compile(each) for each in library._keys_to_ignore_on_load_unexpected or ()]
-        self.own = self._take_weights(library)
-        self._is_checked = build.device.type == "meta"
-        self._check_head()
+        self.build = dataclasses.replace(build, config=_seen_config(build.config, library, trial))
+        self._replace_layers(library, base, trial, joins)
+        self.calls = run_trial(library, base, lambda module: False).calls
+        return library, base, trial.calls
 
     def forward(
         self,
@@ -128,10 +141,12 @@ class TransformersForCausalLM(nn.Module):
         hidden: torch.Tensor | None = None,
     ) -> torch.Tensor:
         if not self._is_checked:
-            self._check_tokens_are_apart(tokens)
+            self._check_first(tokens)
         step = self._step
         step.positions, step.kv, step.inputs = positions, kv, inputs
-        return self._run(tokens, positions)
+        hidden = self._run(tokens, positions)
+        self._deferral.forget()
+        return hidden
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[S, hidden_size] -> [S, vocab_size]."""
@@ -150,14 +165,24 @@ class TransformersForCausalLM(nn.Module):
 
     @property
     def kv_shape(self) -> KVSpec:
-        """The cache this rank needs."""
-        return self._kv
+        """The cache this rank needs, if all layers have the same heads."""
+        first = self._heads[0]
+        return KVSpec(len(self._heads), len(first.kv), first.dim)
+
+    @property
+    def caches(self) -> list[LayerCache]:
+        """What each layer keeps."""
+        format, windows = self.build.kv_format, self.build.config.windows
+        return [
+            AttentionCache(len(heads.kv), heads.dim, format, window)
+            for heads, window in zip(self._heads, windows, strict=True)
+        ]
 
     def _run(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         output = self._base[0](input_ids=tokens.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False)
         return output.last_hidden_state[0]
 
-    def _replace_layers(self, library: Any, base: nn.Module, trial: Trial) -> None:
+    def _replace_layers(self, library: Any, base: nn.Module, trial: Trial, joins: bool) -> None:
         """Put the engine's layers in the places of the library's."""
         build = self.build
         plan = _parallel_plan(build, library)
@@ -166,7 +191,7 @@ class TransformersForCausalLM(nn.Module):
         paths = {id(module): path for path, module in modules.items()}
         for path in trial.experts:
             _put(library, path, _experts(build, path, modules[path], names, plan))
-        routers = {path.rpartition(".")[0] for path in trial.experts}
+        mixtures = {path.rpartition(".")[0]: modules[path].num_experts for path in trial.experts}
         matrices: dict[str, Matrix] = {}
         head = library.get_output_embeddings()
         for path, module in modules.items():
@@ -175,15 +200,19 @@ class TransformersForCausalLM(nn.Module):
                 continue
             transposed = type(module) is Conv1D
             outputs, inputs = reversed(module.weight.shape) if transposed else module.weight.shape
-            if owner in routers and outputs == modules[f"{owner}.experts"].num_experts:
+            if any(path.startswith(f"{mixture}.") and outputs == count for mixture, count in mixtures.items()):
                 continue  # a router is small, and never in few bits
             stored = names.stored(f"{path}.weight").removesuffix(".weight")
             cut = plan.cut(path)
             has_bias = module.bias is not None
-            matrices[path] = Matrix(
-                name, inputs, outputs, has_bias, transposed, cut, "" if stored == path else stored
-            )
-        for group in _groups(trial.siblings, matrices):
+            matrices[path] = Matrix(name, inputs, outputs, has_bias, transposed, cut, "" if stored == path else stored)
+        groups = _groups(trial.siblings, matrices) if joins else [[path] for path in matrices]
+        owned: dict[str, list[str]] = {}
+        for path in matrices:
+            owned.setdefault(path.rpartition(".")[0], []).append(path)
+        for owner, own in owned.items():
+            self._replace_mlp(library, owner, modules[owner], own, groups, matrices)
+        for group in groups:
             owner = group[0].rpartition(".")[0]
             if len(group) == 1:
                 _put(library, group[0], make_matrix_layer(build, matrices[group[0]]))
@@ -201,12 +230,43 @@ class TransformersForCausalLM(nn.Module):
         self._replace_ends(library, base, names, paths)
         self._names, self._plan = names, plan
 
+    def _replace_mlp(
+        self,
+        library: Any,
+        owner: str,
+        module: nn.Module,
+        own: list[str],
+        groups: list[list[str]],
+        matrices: dict[str, Matrix],
+    ) -> None:
+        """If a module with the matrices `own` is a gated MLP, put the engine's in its place; its groups are removed."""
+        inner = next((group for group in groups if group[0] in own and len(group) == len(own) - 1), None)
+        if inner is None or len(own) not in (2, 3):
+            return
+        (outer,) = set(own) - {*inner}
+        first, down = [matrices[path] for path in inner], matrices[outer]
+        halves = sum(matrix.outputs for matrix in first) == 2 * down.inputs and first[0].inputs == down.outputs
+        if not halves or len({matrix.outputs for matrix in first}) > 1:
+            return
+        if not all(matrix.is_plain for matrix in (*first, down)):
+            return
+        # One matrix that is cut must be cut in both halves, two matrices each.
+        if first[0].cut not in (Cut.WHOLE, Cut.PACKED_OUTPUTS if len(first) == 1 else Cut.OUTPUTS):
+            return
+        for order in (first, first[::-1])[: len(first)]:
+            kind = gate_of(module, [matrix.name for matrix in order], down.name)
+            if kind is not None:
+                layer = GatedMLP(GateUp(self.build, order, kind), make_matrix_layer(self.build, down), down.name)
+                _put(library, owner, layer)
+                groups.remove(inner)
+                groups.remove([outer])
+                return
+
     def _replace_ends(self, library: Any, base: Any, names: CheckpointNames, paths: dict[int, str]) -> None:
         """Embedding and head."""
         build = self.build
         config = build.config
         embedding, head = base.get_input_embeddings(), library.get_output_embeddings()
-        tied: Any = None
         own_embedding = None
         if type(embedding) is nn.Embedding and embedding.weight.shape == (config.vocab_size, config.hidden_size):
             path = paths[id(embedding)]
@@ -216,17 +276,20 @@ class TransformersForCausalLM(nn.Module):
         is_plain = type(head) is nn.Linear and head.weight.shape == (config.vocab_size, config.hidden_size)
         if head is None or not is_plain or head.bias is not None:
             if head is not None and head.weight is embedding.weight:
-                raise UnsupportedModelError(f"{config.architecture}: a head of this kind with tied weights is not implemented")
+                raise UnsupportedModelError(
+                    f"{config.architecture}: a head of this kind with tied weights is not implemented"
+                )
             return  # the library's own
         path = paths[id(head)]
+        name = path.rpartition(".")[2]
+        tied: Any = None
         if head.weight is embedding.weight:
-            tied = own_embedding
             self._tied.add(f"{path}.weight")
-            if tied is None:
-                raise UnsupportedModelError(
-                    f"{config.architecture}: tied weights of a {type(embedding).__name__} are not implemented"
-                )
-        _put(library, path, Head(build, path.rpartition(".")[2], tied))
+            tied = embedding if own_embedding is None else own_embedding
+            if own_embedding is None and build.ranks.tp_size > 1:
+                # The library's embedding is whole on every rank, and the head is split: it has a copy.
+                tied, name = None, paths[id(embedding)]
+        _put(library, path, Head(build, name, tied))
 
     def _take_weights(self, library: Any) -> OwnWeights:
         """Give memory to the parameters and buffers of layers that stayed, and values to those no checkpoint has."""
@@ -238,7 +301,9 @@ class TransformersForCausalLM(nn.Module):
                 if parameter is None or not parameter.is_meta or type(module).__module__.startswith("quire."):
                     continue
                 full = f"{path}.{name}" if path else name
-                if self._plan.cut(full) is not Cut.WHOLE or self._plan.cut(path) is not Cut.WHOLE:
+                is_sinks = any(call.module is module and call.sinks == name for call in self.calls.values())
+                cuts = {self._plan.cut(full), self._plan.cut(path)}
+                if cuts != {Cut.WHOLE} and not is_sinks:  # of sinks each rank takes its own
                     raise UnsupportedModelError(
                         f"{build.config.architecture}: ranks that share {full} are not implemented: set "
                         "tensor_parallel_size to 1"
@@ -253,6 +318,16 @@ class TransformersForCausalLM(nn.Module):
             self._take_buffers(library, path, module, tensors)
         stored = {name: other for name in tensors if (other := self._names.stored(name)) != name}
         return OwnWeights(tensors, stored)
+
+    def _give_sinks(self) -> None:
+        """Attention gets the logits of the rank's own heads."""
+        for index, heads in enumerate(self._heads):
+            call = self.calls[index]
+            if call.sinks is not None:
+                sinks: Any = call.module._parameters[call.sinks]
+                attention: Any = call.module.paged
+                own = sinks[heads.query.start : heads.query.stop]
+                attention.spec = dataclasses.replace(attention.spec, sinks=own)
 
     def _take_buffers(self, library: Any, path: str, module: nn.Module, tensors: dict[str, torch.Tensor]) -> None:
         """Buffers that checkpoints have are loaded; the library computes the others."""
@@ -312,9 +387,10 @@ class TransformersForCausalLM(nn.Module):
             )
 
     @torch.inference_mode()
-    def _check_tokens_are_apart(self, like: torch.Tensor) -> None:
-        """Tokens must meet in attention only, and be placed by their positions only: with attention in which each sees
-        itself, a token's result must not depend on the others, nor on its place in the step."""
+    def _check_first(self, like: torch.Tensor) -> None:
+        """With weights, and with attention in which each token sees only itself: tokens must meet in attention only and
+        be placed by their positions only, so that a token's result depends neither on the others nor on its place in
+        the step. And rotations are left to attention where that is the same."""
         self._is_checked = True
         a, b, c, d = (number % self.build.config.vocab_size for number in (3, 7, 11, 19))
         last = self.build.max_model_len - 1
@@ -323,32 +399,51 @@ class TransformersForCausalLM(nn.Module):
         def run(tokens: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
             return self._run(like.new_tensor(tokens), like.new_tensor(positions)).float()
 
-        self._step.is_local = True
         try:
-            first, second = run((a, b, c), (x, y, z)), run((c, d, a), (z, y, x))
+            self._step.check = LocalCheck()
+            first = run((a, b, c, d), (x, y, z, last))
+            self._defer_rotations(lambda: run((a, b, c, d), (x, y, z, last)))
+            self._step.check = LocalCheck()
+            second = run((c, d, a, b), (z, y, x, last))
         finally:
-            self._step.is_local = False
-        difference = (first[[0, 2]] - second[[2, 0]]).norm() / first[[0, 2]].norm()
+            self._step.check = None
+        difference = float((first[[0, 2]] - second[[2, 0]]).norm() / first[[0, 2]].norm())
         if not difference < 0.05:
             raise UnsupportedModelError(
                 f"{self.build.config.architecture} cannot run through transformers here: its tokens depend on each "
-                f"other outside of attention, or on more than their positions (results differ by {float(difference):.0%})"
+                f"other outside of attention, or on more than their positions (results differ by {difference:.0%})"
             )
 
-    @property
-    def caches(self) -> list[LayerCache]:
-        """What each layer keeps."""
-        spec = self._kv
-        return [
-            AttentionCache(spec.num_kv_heads, spec.head_dim, self.build.kv_format, self.calls[i].arguments.window)
-            for i in sorted(self.calls)
-        ]
+    def _defer_rotations(self, run: Callable[[], object]) -> None:
+        """Let attention rotate queries and keys, unless `run` then gives it others than before."""
+        check = self._step.check
+        assert check is not None
+        check.compares = True
+        modules = [call.module for call in self.calls.values()]
+        forwards = [deferred_forward(module, self._deferral) for module in modules]
+        if not any(forwards):
+            return
+        for module, forward in zip(modules, forwards, strict=True):
+            if forward is not None:
+                module.forward = forward
+        try:
+            run()
+            is_same = check.error < (1e-3 if self.build.dtype is torch.float32 else 0.02)
+        except Exception as error:
+            logger.debug("rotations are not deferred: %s", error)
+            is_same = False
+        if not is_same:
+            logger.debug("rotations are not deferred: queries and keys differ by %.2g", check.error)
+            for module in modules:
+                module.__dict__.pop("forward", None)
+            self._step.rotation = None
+        self._deferral.forget()
 
 
 class _GivenStates(nn.Module):
     """Stands for the base model where only the head is to be computed."""
 
-    hidden: torch.Tensor | None = None
+    hidden: Any = None
 
     @property
     def decoder(self) -> nn.Module:
@@ -370,7 +465,9 @@ class _OnlyStates(BaseModelOutputWithPast):
 def _on_meta(modules: Sequence[tuple[nn.Module, Any, Any]]) -> Iterator[None]:
     """With the tensors of these modules on the meta device."""
     for module, parameters, buffers in modules:
-        module._parameters = {k: None if v is None else nn.Parameter(v.to("meta"), False) for k, v in parameters.items()}
+        module._parameters = {
+            k: None if v is None else nn.Parameter(v.to("meta"), False) for k, v in parameters.items()
+        }
         module._buffers = {k: None if v is None else v.to("meta") for k, v in buffers.items()}
     try:
         yield
@@ -381,16 +478,19 @@ def _on_meta(modules: Sequence[tuple[nn.Module, Any, Any]]) -> Iterator[None]:
 
 def _library_config(raw: Mapping[str, Any], architecture: str) -> PretrainedConfig:
     """The library's config object for a config.json. Raises if the library has no such causal language model."""
-    family = raw.get("model_type")
-    known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(family or "")
+    family = str(raw.get("model_type"))
+    known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(family)
     if family not in CONFIG_MAPPING or architecture not in (known if isinstance(known, (tuple, list)) else (known,)):
         code = "; code that comes with a checkpoint is not run" if raw.get("auto_map") else ""
         raise UnsupportedModelError(
-            f"architecture {architecture!r} (model_type {family!r}) is not implemented, and the installed transformers "
-            f"library has no such causal language model{code}; implemented: {', '.join(supported())}"
+            f"{architecture} with model_type {family!r} is not a causal language model of the installed transformers "
+            f"library{code}"
         )
     fields = {key: value for key, value in raw.items() if key not in ("quantization_config", "dtype", "torch_dtype")}
-    return CONFIG_MAPPING[family].from_dict(fields)
+    try:
+        return CONFIG_MAPPING[family].from_dict(fields)
+    except Exception as error:
+        raise CheckpointError(f"the config of {architecture} is refused by transformers: {error}") from error
 
 
 def _make_model(build: BuildContext) -> Any:
@@ -410,7 +510,8 @@ def _make_model(build: BuildContext) -> Any:
         )
     if others := sorted({*(getattr(config, "layer_types", None) or ())} - _LAYER_TYPES):
         raise UnsupportedModelError(
-            f"{architecture} has layers of the types {', '.join(others)}, which are not implemented through transformers"
+            f"{architecture} has layers of the types {', '.join(others)}, which are not implemented through "
+            "transformers"
         )
     _check_rope(config, architecture)
     try:
@@ -493,9 +594,7 @@ def _heads(build: BuildContext, whole: LayerCall, own: LayerCall) -> Heads:
     return heads
 
 
-def _experts(
-    build: BuildContext, path: str, module: Any, names: CheckpointNames, plan: ParallelPlan
-) -> Experts:
+def _experts(build: BuildContext, path: str, module: Any, names: CheckpointNames, plan: ParallelPlan) -> Experts:
     """The engine's experts for the library's. Raises for kinds that its kernels do not compute."""
     refused = [
         word

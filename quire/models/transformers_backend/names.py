@@ -37,11 +37,9 @@ class CheckpointNames:
         from transformers.core_model_loading import WeightRenaming
 
         self._architecture = type(model).__name__
-        rules = get_model_conversion_mapping(model, add_legacy=False)
+        rules: list[Any] = get_model_conversion_mapping(model, add_legacy=False)
         self._renamings = [rule.reverse_transform() for rule in reversed(rules) if isinstance(rule, WeightRenaming)]
-        self._converters = [
-            (rule, rule.reverse_transform()) for rule in rules if not isinstance(rule, WeightRenaming)
-        ]
+        self._converters = [(rule, rule.reverse_transform()) for rule in rules if not isinstance(rule, WeightRenaming)]
 
     def stored(self, name: str) -> str:
         """The name that a checkpoint may have for the tensor `name`; the same if there is no rule for it."""

@@ -36,6 +36,8 @@ class LayerCall:
     kv_heads: int
     head_dim: int
     arguments: AttentionArguments
+    sinks: str | None
+    """The name of the module's parameter with a logit for each head."""
 
 
 @dataclass
@@ -188,14 +190,14 @@ def _trial_attention(
         raise UnsupportedModelError(
             f"{kind} asks for sliding_window = {asked.window} and makes a mask with {window or 'no window'}"
         )
-    if asked.softcap is not None:
-        raise UnsupportedModelError(f"{kind} calls attention with softcap = {asked.softcap}, which is not implemented")
-    if asked.sinks is not None:
-        raise UnsupportedModelError(f"{kind} calls attention with s_aux (sinks), which is not implemented")
+    sinks = next((name for name, each in module._parameters.items() if each is asked.sinks), None)
+    if asked.sinks is not None and (sinks is None or asked.sinks.dim() != 1):
+        raise UnsupportedModelError(f"{kind} calls attention with s_aux that is not a parameter of the layer")
     assert _running is not None
-    call = LayerCall(module, heads, key.shape[1], dim, dataclasses.replace(asked, window=window))
+    asked = dataclasses.replace(asked, window=window)
+    call = LayerCall(module, heads, key.shape[1], dim, asked, None if asked.sinks is None else sinks)
     _running.saw_attention(module, call)
-    return query.transpose(1, 2), None
+    return query.transpose(1, 2).contiguous(), None
 
 
 def _trial_experts(

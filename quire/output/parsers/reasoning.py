@@ -10,6 +10,7 @@ from quire.registry import resolve
 
 _TAGS = "quire.output.parsers.reasoning.ThinkSplit"
 REASONING_PARSERS = {
+    "cohere_command3": "quire.output.parsers.reasoning.CohereThinkSplit",
     "deepseek_r1": _TAGS,
     "deepseek_v3": _TAGS,
     "gemma4": "quire.output.parsers.reasoning.Gemma4ThinkSplit",
@@ -106,6 +107,14 @@ class Gemma4ThinkSplit(ThinkSplit):
 
     opening = "<|channel>thought"
     closing = "<channel|>"
+    needs_special_tokens = True
+
+
+class CohereThinkSplit(ThinkSplit):
+    """Command A Reasoning. The marks around the answer are left to the tool parser."""
+
+    opening = "<|START_THINKING|>"
+    closing = "<|END_THINKING|>"
     needs_special_tokens = True
 
 

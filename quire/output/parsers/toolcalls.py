@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from typing import Any, ClassVar, Protocol
 
@@ -22,13 +23,12 @@ MARKS = (
     ("<minimax:tool_call>", "minimax_m2"),
     ("<seed:tool_call>", "seed_oss"),
     ("｜DSML｜", "deepseek_v32"),
-    ("function<｜tool▁sep｜>", "deepseek_v3"),
-    ("<｜tool▁call▁begin｜>' + tool['type'] + '<｜tool▁sep｜>", "deepseek_v3"),
     ("<｜tool▁calls▁begin｜>", "deepseek_v31"),
     ("<|tool_calls_section_begin|>", "kimi_k2"),
     ("<start_function_call>", "functiongemma"),
-    ("<|tool_call>call:", "gemma4"),
     ("<|tool_call>", "gemma4"),
+    ("<|START_ACTION|>", "cohere_command3"),
+    ("<function_calls>", "olmo3"),
     ("functools", "phi4_mini_json"),
     ("<|tool_call|>", "granite"),
     ("<tool_call>", "hermes"),
@@ -36,6 +36,7 @@ MARKS = (
     ("<|python_tag|>", "llama3_json"),
 )
 """Markers that chat templates write around calls, and the parser of that notation; the first that is found counts."""
+_TYPED = re.compile(r"function<｜tool▁sep｜>|\['type'\]\s*\+\s*'<｜tool▁sep｜>")
 
 
 class OfferedFunction(Protocol):
@@ -54,7 +55,10 @@ class OfferedFunction(Protocol):
 
 def guess_parser(template: str | None) -> str:
     """The parser for the notation in a chat template; plain JSON where it has none."""
-    return next((parser for mark, parser in MARKS if mark in (template or "")), "json")
+    found = next((parser for mark, parser in MARKS if mark in (template or "")), "json")
+    # The older of DeepSeek's two notations, with the same marks, also has the tool's type.
+    is_older = found == "deepseek_v31" and template is not None and _TYPED.search(template)
+    return "deepseek_v3" if is_older else found
 
 
 class NamedCallReader:

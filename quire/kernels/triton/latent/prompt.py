@@ -1,10 +1,10 @@
-"""Latent attention of prompts and their chunks, in two parts that `products.values_of_context` merges.
+"""Latent attention of prompts and their chunks: over their own tokens, then over what was cached before.
 
 Over the chunk's own tokens, keys and values of every head are computed from the latents first (`kv_b_proj`), and
 attention is that of heads of nope + rope and value dimensions: 2 * (nope + rope + value) operations per head, query and
-key, a third of the absorbed form. Tokens that were cached before (earlier chunks, prefix hits) are attended to
-absorbed, over the paged cache as in a decode: computing their keys again would cost 2 * rank * (nope + value) for each
-head and token, which pays only for chunks of hundreds of tokens.
+key, a third of the absorbed form. For tokens that were cached before (earlier chunks, prefix hits) computing keys and
+values again costs 2 * rank * (nope + value) for each head and token. That pays for chunks of hundreds of tokens, a
+piece of the context at a time; short chunks attend absorbed, over the paged cache as in a decode.
 """
 
 # ruff: noqa: N803, N806
@@ -36,10 +36,13 @@ class PromptTile:
 
 
 @functools.cache
-def prompt_tile(itemsize: int) -> PromptTile:
-    """The tile shape; found with benchmarks/gpu/latent_attention.py on an H200."""
+def prompt_tile(head_dim: int, itemsize: int) -> PromptTile:
+    """The tile shape; found with benchmarks/gpu/latent_attention.py on an H200. `head_dim`: of keys without their
+    rotated part, or of values if larger."""
     if INTERPRETED or itemsize == 4:
         return PromptTile(32, 32, 4, 1)
+    if head_dim > 128:
+        return PromptTile(64, 64, 4, 2)
     return PromptTile(128, 64, 8, 3)
 
 
@@ -64,15 +67,16 @@ def _key_tile(keys, latent, start, end, stride_key, stride_latent, NOPE: tl.cons
     return k, r
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_key_token"])
 def _own_tokens(
-    q, keys, latent, out, stats, tiles, query_starts, scale, stride_token, stride_head, stride_key, stride_latent,
-    first_key_token,
+    q, keys, latent, out, stats, tiles, key_starts, key_ends, scale, stride_token, stride_head, stride_key,
+    stride_latent, first_key_token,
     HEADS: tl.constexpr, NOPE: tl.constexpr, NOPE_P2: tl.constexpr, ROPE: tl.constexpr, ROPE_P2: tl.constexpr,
     VALUE: tl.constexpr, VALUE_P2: tl.constexpr, RANK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr, STATS: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    STAGES: tl.constexpr, STATS: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One tile of a row's queries, one head: causal attention over the row's tokens of this step."""
+    """One tile of a row's queries, one head: causal attention over the row's tokens of this step, or attention over
+    keys from before, merged into the result so far."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -84,8 +88,13 @@ def _own_tokens(
         return
     first = tl.load(entry + 1)
     count = tl.load(entry + 2)
-    begin = tl.load(query_starts + row)
-    end = first + count
+    begin = tl.load(key_starts + row)
+    if CAUSAL:
+        end = first + count
+    else:
+        end = tl.load(key_ends + row)
+        if begin >= end:
+            return
     # There is always a key: see `_prefill` in prefill_attention.py.
     tl.assume(begin < end)
     m = tl.arange(0, BLOCK_M)
@@ -118,8 +127,11 @@ def _own_tokens(
         scores = tl.dot(q_nope, tl.trans(k), input_precision=PRECISION)
         scores = tl.dot(q_rope, tl.trans(r), scores, input_precision=PRECISION)
         acc = tl.dot(p.to(values.dtype), values, acc * keep[:, None], input_precision=PRECISION)
-        if start + BLOCK_N > first + 1:
-            scores = tl.where((start + n)[None, :] <= token[:, None], scores, UNSEEN)
+        if CAUSAL:
+            if start + BLOCK_N > first + 1:
+                scores = tl.where((start + n)[None, :] <= token[:, None], scores, UNSEEN)
+        elif start + BLOCK_N > end:
+            scores = tl.where((start + n)[None, :] < end, scores, UNSEEN)
         higher = tl.maximum(best, tl.max(scores, 1) * scale)
         keep = tl.exp2(best - higher)
         p = tl.exp2(scores * scale - higher[:, None])
@@ -131,15 +143,24 @@ def _own_tokens(
                      other=0.0)  # fmt: skip
     acc = tl.dot(p.to(values.dtype), values, acc * keep[:, None], input_precision=PRECISION)
     at = out + (line * HEADS + head)[:, None] * VALUE + v
-    tl.store(at, (acc / weight[:, None]).to(out.dtype.element_ty), mask=there & (v < VALUE))
+    result = acc / weight[:, None]
     if STATS:
-        tl.store(stats + (line * HEADS + head) * 2, best + tl.log2(weight), mask=m < count)
+        mass = best + tl.log2(weight)
+        own = stats + (line * HEADS + head) * 2
+        if not CAUSAL:
+            before = tl.load(own, mask=m < count, other=0.0)
+            share = 1.0 / (1.0 + tl.exp2(before - mass))[:, None]
+            earlier = tl.load(at, mask=there & (v < VALUE), other=0.0).to(tl.float32)
+            result = result * share + earlier * (1.0 - share)
+            mass = tl.maximum(before, mass) + tl.log2(1.0 + tl.exp2(-tl.abs(before - mass)))
+        tl.store(own, mass, mask=m < count)
+    tl.store(at, result.to(out.dtype.element_ty), mask=there & (v < VALUE))
 
 
 def attend_own_tokens(
     q: torch.Tensor, keys: torch.Tensor, latent: torch.Tensor, out: torch.Tensor, stats: torch.Tensor | None,
     tiles: torch.Tensor, query_starts: torch.Tensor, shape: tuple[int, int, int, int], scale: float, first_token: int,
-    tile: PromptTile | None = None,
+    tile: PromptTile | None = None, key_ends: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
     """Attention of the tokens that `tiles` lists (`plan_tiles` with row numbers as rows, `tile.block_m` tokens each)
     over the tokens of their rows in this step, into their rows of out [T, heads * value].
@@ -147,21 +168,26 @@ def attend_own_tokens(
     q [T, heads, nope + rope]; keys [T - first_token, heads * (nope + value)]: keys and values of the tokens from
     `first_token` on; latent [T, rank + rope], of which the rotated part is read. shape: (rank, nope, rope, value).
     stats [T, heads, 2] gets log2 of the sum of exponentials as its first number, if it is wanted.
+
+    With `key_ends`: keys and latent are of other tokens, row i's from query_starts[i] to key_ends[i], all of which its
+    queries see; the result is merged into out and stats.
     """
     rank, nope, rope, value = shape
     heads = q.shape[1]
-    tile = tile or prompt_tile(q.element_size())
+    tile = tile or prompt_tile(max(nope, value), q.element_size())
     _own_tokens[(len(tiles) * heads,)](
-        q, keys, latent, out, out if stats is None else stats, tiles, query_starts, scale * LOG2_E, q.stride(0),
-        q.stride(1), keys.stride(0), latent.stride(0), first_token,
+        q, keys, latent, out, out if stats is None else stats, tiles, query_starts,
+        query_starts if key_ends is None else key_ends, scale * LOG2_E, q.stride(0), q.stride(1), keys.stride(0),
+        latent.stride(0), first_token,
         HEADS=heads, NOPE=nope, NOPE_P2=max(16, triton.next_power_of_2(nope)), ROPE=rope,
         ROPE_P2=max(16, triton.next_power_of_2(rope)), VALUE=value, VALUE_P2=max(16, triton.next_power_of_2(value)),
         RANK=rank, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, STAGES=tile.stages, STATS=stats is not None,
+        CAUSAL=key_ends is None,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=tile.warps, **pdl(),
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_token"])
 def _context(
     q, absorbed, kv, stats, tables, rows, tiles, query_starts, scale, stride_token, stride_head, stride_block,
     stride_table, first_token,

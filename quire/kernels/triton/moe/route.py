@@ -79,7 +79,8 @@ def _route(
     logits, weights, experts, counts, slots, bias, tokens, stride, scale,
     E: tl.constexpr, TOP: tl.constexpr, RENORMALISE: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
     SLOTS: tl.constexpr, RULED: tl.constexpr, SIGMOID: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr,
-    GROUP_TOP: tl.constexpr, GROUP_SLOTS: tl.constexpr, SHARED: tl.constexpr, PDL: tl.constexpr,
+    GROUP_TOP: tl.constexpr, GROUP_SLOTS: tl.constexpr, SHARED: tl.constexpr, GATED: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     lane = tl.arange(0, LANES)[None, :]
@@ -119,7 +120,12 @@ def _route(
         share *= scale
         shared = (slot >= TOP) & (slot < TOP + SHARED)
         chosen = tl.where(shared, E + slot - TOP, chosen)
-        share = tl.where(shared, 1.0, share)
+        if GATED:
+            gates = logits + row.to(tl.int64)[:, None] * stride + E + slot - TOP
+            gate = tl.load(gates, mask=inside & shared, other=0.0).to(tl.float32)
+            share = tl.where(shared, 1.0 / (1.0 + tl.exp(-gate)), share)
+        else:
+            share = tl.where(shared, 1.0, share)
     else:
         keys = _sort_keys(values, lane, E)
         logit = tl.full((ROWS, SLOTS), float("-inf"), tl.float32)
@@ -155,6 +161,7 @@ def route(
     """(weights [tokens, top_k] float32, experts [tokens, top_k] int32) of logits [tokens, experts]; see `Ops.route`."""
     tokens, experts = logits.shape
     bias, scale, shared = (None, 1.0, 0) if rule is None else (rule.bias, rule.scale, rule.shared)
+    experts -= 0 if rule is None else rule.gates
     weights = logits.new_empty((tokens, top_k + shared), dtype=torch.float32)
     chosen = logits.new_empty((tokens, top_k + shared), dtype=torch.int32)
     _route[(triton.cdiv(tokens, ROWS),)](
@@ -182,6 +189,7 @@ def _constants(experts: int, top_k: int, renormalise: bool, rule: RouteRule | No
         "GROUP_TOP": plain.group_top,
         "GROUP_SLOTS": triton.next_power_of_2(plain.groups),
         "SHARED": plain.shared,
+        "GATED": plain.gated,
         "num_warps": 4,
         **pdl(),
     }

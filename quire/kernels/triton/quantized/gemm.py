@@ -30,6 +30,8 @@ class WordWeight(NamedTuple):
     outputs: int
     inputs: int
     dtype: torch.dtype
+    tiled: bool = False
+    """Whether eight outputs are interleaved (`tiled_rows.py`)."""
 
     @property
     def fields(self) -> int:
@@ -108,13 +110,13 @@ class WeightOnlyConfig:
     split: int = 1
     """Split-K: programs that share the inputs of a tile (`tile`)."""
     programs: int = 0
-    """Persistent programs per multiprocessor (`tile`: stream-K); 0: one per tile."""
+    """Persistent programs per multiprocessor (`tile`: stream-K; `tiled`: loop over tiles); 0: one per tile."""
     tiles: int = 1
     """Tiles of a program, one after the other (`few`)."""
     early: bool = False
-    """Whether dependents are launched before `gdc_wait` rather than after (`few`, `stream`)."""
-    steps: int = 1
-    """Spans of a warp in a stage (`stream`)."""
+    """Whether dependents are launched before `gdc_wait` rather than after (`few`, `tiled`)."""
+    prefetch: int = 0
+    """Tiles of a program that are brought to L2 before `gdc_wait` (`tiled`)."""
 
 
 @dataclass(slots=True)

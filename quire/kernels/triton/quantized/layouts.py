@@ -62,6 +62,26 @@ if INTERPRETED:
         return
 
     @triton.jit
+    def open_inputs(
+        COUNT: tl.constexpr, SLICES: tl.constexpr, WORDS: tl.constexpr, ROWS: tl.constexpr, DTYPE: tl.constexpr,
+        LAYOUT: tl.constexpr,
+    ):  # fmt: skip
+        """Shared memory for COUNT tiles [SLICES, WORDS, ROWS]. Not in the interpreter."""
+        return 0
+
+    @triton.jit
+    def write_inputs(memory, index, values):
+        """Write a tile."""
+        return
+
+    @triton.jit
+    def read_inputs(
+        memory, index, SLICES: tl.constexpr, WORDS: tl.constexpr, ROWS: tl.constexpr, LAYOUT: tl.constexpr
+    ):  # fmt: skip
+        """A tile as [SLICES, WORDS, ROWS]; one row is repeated."""
+        return
+
+    @triton.jit
     def open_stages(view, words_view, STAGES: tl.constexpr, FIELDS: tl.constexpr):
         """(tiles, words, barriers): shared memory for STAGES times FIELDS tiles of x and one of words.
 
@@ -111,60 +131,6 @@ if INTERPRETED:
         `following` has been computed before the wait, while the products run.
         """
         return total, following
-
-    @triton.jit
-    def open_ring(view, STAGES: tl.constexpr):
-        """(stages, barriers): shared memory for STAGES boxes of a descriptor. Not in the interpreter."""
-        return 0, 0
-
-    @triton.jit
-    def fill_ring(view, ring, barriers, stage, output, span, wanted):
-        """Begin to load the box of outputs from `output` on and spans from `span` on into a stage, if `wanted`."""
-        return
-
-    @triton.jit
-    def read_ring(
-        ring, stage, words, STEP: tl.constexpr, SLICES: tl.constexpr, OUTPUTS: tl.constexpr, WORDS: tl.constexpr,
-        LAYOUT: tl.constexpr,
-    ):  # fmt: skip
-        """Words [SLICES, OUTPUTS, WORDS] of a stage; in the interpreter those at the pointers `words`."""
-        return tl.load(words)
-
-    @triton.jit
-    def open_table(COUNT: tl.constexpr, SPANS: tl.constexpr, OUTPUTS: tl.constexpr, DTYPE: tl.constexpr):
-        """Shared memory for COUNT tables [SPANS, OUTPUTS]. Not in the interpreter."""
-        return 0
-
-    @triton.jit
-    def write_table(memory, index, values):
-        """Write a table."""
-        return
-
-    @triton.jit
-    def read_table(memory, index, values, FIRST: tl.constexpr, SLICES: tl.constexpr, LAYOUT: tl.constexpr):
-        """Lines [FIRST, FIRST + SLICES) of a table; in the interpreter `values` themselves."""
-        return values
-
-    @triton.jit
-    def open_rows(
-        CHUNKS: tl.constexpr, SLICES: tl.constexpr, FIELDS: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr,
-        DTYPE: tl.constexpr,
-    ):  # fmt: skip
-        """Shared memory for ROWS rows of CHUNKS chunks. Not in the interpreter."""
-        return 0
-
-    @triton.jit
-    def write_rows(memory, chunk, values):
-        """Write a chunk of the rows: [ROWS, SLICES * FIELDS, WORDS]."""
-        return
-
-    @triton.jit
-    def read_rows(
-        memory, chunk, FIELD: tl.constexpr, SLICES: tl.constexpr, FIELDS: tl.constexpr, ROWS: tl.constexpr,
-        WORDS: tl.constexpr, LAYOUT: tl.constexpr,
-    ):  # fmt: skip
-        """One field of a chunk's spans, one for each of SLICES warps, as [SLICES, WORDS, ROWS]."""
-        return
 
     @triton.jit
     def synchronize():
@@ -222,6 +188,23 @@ else:
         return tl.broadcast_to(field, (SLICES, WORDS, ROWS))
 
     @gluon.jit
+    def open_inputs(
+        COUNT: gl.constexpr, SLICES: gl.constexpr, WORDS: gl.constexpr, ROWS: gl.constexpr, DTYPE: gl.constexpr,
+        LAYOUT: gl.constexpr,
+    ):  # fmt: skip
+        return gl.allocate_shared_memory(DTYPE, [COUNT, SLICES, WORDS, ROWS], LAYOUT)
+
+    @gluon.jit
+    def write_inputs(memory, index, values):
+        memory.index(index).store(values)
+
+    @gluon.jit
+    def read_inputs(
+        memory, index, SLICES: gl.constexpr, WORDS: gl.constexpr, ROWS: gl.constexpr, LAYOUT: gl.constexpr
+    ):  # fmt: skip
+        return tl.broadcast_to(memory.index(index).load(LAYOUT), (SLICES, WORDS, ROWS))
+
+    @gluon.jit
     def open_stages(view, words_view, STAGES: gl.constexpr, FIELDS: gl.constexpr):
         tiles = gl.allocate_shared_memory(view.dtype, [STAGES * FIELDS] + view.block_shape, view.layout)  # noqa: RUF005
         shape: gl.constexpr = [STAGES] + words_view.block_shape  # noqa: RUF005
@@ -273,61 +256,6 @@ else:
         return kept[0], kept[1 + len(operands) :]
 
     @gluon.jit
-    def open_ring(view, STAGES: gl.constexpr):
-        ring = gl.allocate_shared_memory(view.dtype, [STAGES] + view.block_shape, view.layout)  # noqa: RUF005
-        barriers = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-        for stage in gl.static_range(STAGES):
-            mbarrier.init(barriers.index(stage), count=1)
-        return ring, barriers
-
-    @gluon.jit
-    def fill_ring(view, ring, barriers, stage, output, span, wanted):
-        barrier = barriers.index(stage)
-        mbarrier.expect(barrier, view.block_type.nbytes, pred=wanted)
-        tma.async_copy_global_to_shared(view, [span, 0, output, 0], barrier, ring.index(stage), pred=wanted)
-
-    @gluon.jit
-    def read_ring(
-        ring, stage, words, STEP: gl.constexpr, SLICES: gl.constexpr, OUTPUTS: gl.constexpr, WORDS: gl.constexpr,
-        LAYOUT: gl.constexpr,
-    ):  # fmt: skip
-        spans = ring.index(stage).reshape([ring.shape[1], OUTPUTS, WORDS])
-        return spans.slice(STEP * SLICES, SLICES, dim=0).load(LAYOUT)
-
-    @gluon.jit
-    def open_table(COUNT: gl.constexpr, SPANS: gl.constexpr, OUTPUTS: gl.constexpr, DTYPE: gl.constexpr):
-        layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-        return gl.allocate_shared_memory(DTYPE, [COUNT, SPANS, OUTPUTS], layout)
-
-    @gluon.jit
-    def write_table(memory, index, values):
-        memory.index(index).store(values)
-
-    @gluon.jit
-    def read_table(memory, index, values, FIRST: gl.constexpr, SLICES: gl.constexpr, LAYOUT: gl.constexpr):
-        return memory.index(index).slice(FIRST, SLICES, dim=0).load(LAYOUT)
-
-    @gluon.jit
-    def open_rows(
-        CHUNKS: gl.constexpr, SLICES: gl.constexpr, FIELDS: gl.constexpr, ROWS: gl.constexpr, WORDS: gl.constexpr,
-        DTYPE: gl.constexpr,
-    ):  # fmt: skip
-        layout: gl.constexpr = gl.SwizzledSharedLayout(8, 128 // (2 * WORDS), WORDS // 8, [2, 1, 0])
-        return gl.allocate_shared_memory(DTYPE, [CHUNKS, SLICES * FIELDS, ROWS, WORDS], layout)
-
-    @gluon.jit
-    def write_rows(memory, chunk, values):
-        memory.index(chunk).permute((1, 0, 2)).store(values)
-
-    @gluon.jit
-    def read_rows(
-        memory, chunk, FIELD: gl.constexpr, SLICES: gl.constexpr, FIELDS: gl.constexpr, ROWS: gl.constexpr,
-        WORDS: gl.constexpr, LAYOUT: gl.constexpr,
-    ):  # fmt: skip
-        # Fields are outermost: those of one number are adjacent.
-        return memory.index(chunk).slice(FIELD * SLICES, SLICES, dim=0).permute((0, 2, 1)).load(LAYOUT)
-
-    @gluon.jit
     def synchronize():
         fence_async_shared()
         gl.thread_barrier()
@@ -348,20 +276,8 @@ class BatchLayouts(NamedTuple):
     b: Any
     total: Any
     """[s, outputs, rows]."""
-    a: Any
-    table: Any
-    """[s, outputs], beside `a`."""
     line: Any
     """Of a vector of one span a warp."""
-    groups: Any
-    """[spans, outputs], as scales are loaded."""
-    spans_g: Any
-    outputs_g: Any
-    rows: Any
-    """[rows, fields of all warps, words], as x is loaded."""
-    row_r: Any
-    field_r: Any
-    word_r: Any
     output_y: Any
     """Of arange over outputs, to be indexed [:, None], beside [outputs, rows] as stored."""
     row_y: Any
@@ -372,14 +288,11 @@ class BatchLayouts(NamedTuple):
 def batch_layouts(warps: int, words: int, span: int, rows: int) -> BatchLayouts:
     """Layouts for tiles of `words` inputs; a thread holds words / 4 of an output, in runs of words / 8."""
     if INTERPRETED:
-        return BatchLayouts(*[None] * 21)
+        return BatchLayouts(*[None] * 12)
     total = gl.NVMMADistributedLayout([2, 0], [warps, 1, 1], [1, 16, 8])
     a = gl.DotOperandLayout(0, total, words // 8)
     b = gl.DotOperandLayout(1, total, words // 8)
     y = gl.BlockedLayout([1, 1], [32 // rows, rows], [warps, 1], [1, 0])
-    groups = gl.BlockedLayout([2, 1], [16, 2], [1, warps], [0, 1])
-    across = words // 8
-    each = gl.BlockedLayout([1, 1, 8], [1, 32 // across, across], [1, warps, 1], [2, 1, 0])
     return BatchLayouts(
         slice_a=gl.SliceLayout(1, gl.SliceLayout(2, a)),
         output_a=gl.SliceLayout(0, gl.SliceLayout(2, a)),
@@ -389,16 +302,185 @@ def batch_layouts(warps: int, words: int, span: int, rows: int) -> BatchLayouts:
         row_b=gl.SliceLayout(0, gl.SliceLayout(1, b)),
         b=b,
         total=total,
-        a=a,
-        table=gl.SliceLayout(2, a),
         line=gl.BlockedLayout([max(span // 32, 1)], [32], [warps], [0]),
-        groups=groups,
-        spans_g=gl.SliceLayout(1, groups),
-        outputs_g=gl.SliceLayout(0, groups),
-        rows=each,
-        row_r=gl.SliceLayout(1, gl.SliceLayout(2, each)),
-        field_r=gl.SliceLayout(0, gl.SliceLayout(2, each)),
-        word_r=gl.SliceLayout(0, gl.SliceLayout(1, each)),
+        output_y=gl.SliceLayout(1, y),
+        row_y=gl.SliceLayout(0, y),
+        y=y,
+    )
+
+
+class PairLayouts(NamedTuple):
+    """Layouts of `tiled_rows.py`: as `BatchLayouts`, with words in pairs."""
+
+    a: Any
+    """[s, outputs, words]."""
+    groups: Any
+    """[s, outputs], beside `a`."""
+    slice_p: Any
+    """Of arange over s, beside pairs of words [s, outputs, pairs]; [:, None, None]."""
+    output_p: Any
+    pair_p: Any
+    b: Any
+    slice_b: Any
+    """Beside `b`."""
+    input_b: Any
+    row_b: Any
+    total: Any
+    """[s, outputs, rows]."""
+    shared: Any
+    """Of x in shared memory: [s, words, rows]."""
+    slice_x: Any
+    """Of x as it is loaded: [s, words, rows]."""
+    input_x: Any
+    row_x: Any
+    parts: Any
+    """Of `total` before it is summed: all s in a thread."""
+    halves: Any
+    """The same of [s, 2, outputs, rows]."""
+    output_y: Any
+    """Beside [outputs, rows] as stored."""
+    row_y: Any
+    y: Any
+
+
+@functools.cache
+def pair_layouts(warps: int, words: int, rows: int, single: bool) -> PairLayouts:
+    """Layouts for tiles of `words` inputs and `rows` rows, or one."""
+    if INTERPRETED:
+        return PairLayouts(*[None] * 19)
+    total = gl.NVMMADistributedLayout([2, 0], [warps, 1, 1], [1, 16, 8])
+    a = gl.DotOperandLayout(0, total, words // 8)
+    pairs = gl.DotOperandLayout(0, total, words // 16)
+    b = gl.DotOperandLayout(1, total, words // 8)
+    across = words // 8
+    x = (
+        gl.BlockedLayout([1, words // 32, 1], [1, 32, 1], [warps, 1, 1], [1, 0, 2])
+        if single
+        else gl.BlockedLayout([1, 8, 1], [1, across, 32 // across], [warps, 1, 1], [1, 2, 0])
+    )
+    y = gl.BlockedLayout([1, 1], [32 // rows, rows], [warps, 1], [1, 0])
+    return PairLayouts(
+        a=a,
+        groups=gl.SliceLayout(2, a),
+        slice_p=gl.SliceLayout(1, gl.SliceLayout(2, pairs)),
+        output_p=gl.SliceLayout(0, gl.SliceLayout(2, pairs)),
+        pair_p=gl.SliceLayout(0, gl.SliceLayout(1, pairs)),
+        b=b,
+        slice_b=gl.SliceLayout(1, gl.SliceLayout(2, b)),
+        input_b=gl.SliceLayout(0, gl.SliceLayout(2, b)),
+        row_b=gl.SliceLayout(0, gl.SliceLayout(1, b)),
+        total=total,
+        shared=gl.SharedLinearLayout(_operand_order(warps, words, 1 if single else rows)),
+        slice_x=gl.SliceLayout(1, gl.SliceLayout(2, x)),
+        input_x=gl.SliceLayout(0, gl.SliceLayout(2, x)),
+        row_x=gl.SliceLayout(0, gl.SliceLayout(1, x)),
+        parts=gl.BlockedLayout([warps, 1, 1], [1, 32 // rows, rows], [1, warps, 1], [2, 1, 0]),
+        halves=gl.BlockedLayout([warps, 2, 1, 1], [1, 1, 32 // rows, rows], [1, 1, warps, 1], [3, 2, 1, 0]),
+        output_y=gl.SliceLayout(1, y),
+        row_y=gl.SliceLayout(0, y),
+        y=y,
+    )
+
+
+def _operand_order(slices: int, words: int, rows: int) -> list[list[int]]:
+    """Bases of the offset in shared memory of [slices, words, rows].
+
+    A thread's values for a tensor-core operand, of two runs of `words` / 8, are adjacent and in the order of its
+    registers, 16 bytes at a time; eight threads read 128 different bytes.
+    """
+    run = words // 8
+    pairs = [[0, bit, 0] for bit in (2, 4) if bit < run]
+    threads = [[0, run * bit, 0] for bit in (1, 2)]
+    row = [[0, 0, 1 << bit] for bit in range(rows.bit_length() - 1)]
+    slice_ = [[1 << bit, 0, 0] for bit in range(slices.bit_length() - 1)]
+    return [[0, 1, 0], [0, words // 2, 0], *pairs[:1], *threads, *row[:1], *pairs[1:], *row[1:], *slice_]
+
+
+class ExpertLayouts(NamedTuple):
+    """Layouts of `expert_streams.py`: codes as they are loaded, 64 bytes of a row, and as operands."""
+
+    slice_p: Any
+    """Of arange over s, beside pairs of words [s, outputs, 2 spans, 8]; [:, None, None, None]."""
+    output_p: Any
+    span_p: Any
+    pair_p: Any
+    slice_g: Any
+    """Beside groups [s, outputs, 2 spans]."""
+    output_g: Any
+    span_g: Any
+    words: Any
+    """Words [s, outputs, 2 spans, 16]."""
+    a: Any
+    """[s, outputs, 32 words]."""
+    b: Any
+    total: Any
+    shared: Any
+    """Of x in shared memory: [s, 32 words, rows]."""
+    slice_x: Any
+    """Of x as it is loaded: [s, 32 words, rows]."""
+    input_x: Any
+    row_x: Any
+    slice_b: Any
+    input_b: Any
+    row_b: Any
+    halves: Any
+    """[s, 2, outputs, rows] before it is summed: all s in a thread."""
+    output_y: Any
+    """Beside [outputs, rows] as stored."""
+    row_y: Any
+    y: Any
+
+
+@functools.cache
+def expert_layouts(warps: int, outputs: int, rows: int, single: bool) -> ExpertLayouts:
+    """Layouts for tiles of `outputs` outputs and `rows` rows, or one."""
+    if INTERPRETED:
+        return ExpertLayouts(*[None] * 22)
+    total = gl.NVMMADistributedLayout([2, 0], [warps, 1, 1], [1, 16, 8])
+    b = gl.DotOperandLayout(1, total, 4)
+    warp_bases = [[1 << bit, 0, 0, 0] for bit in range(warps.bit_length() - 1)]
+    line_bases = [[0, bit, 0, 0] for bit in (1, 2, 4)]
+    tall = [[0, bit, 0, 0] for bit in (8, 16) if bit < outputs]
+
+    def codes(size: int) -> Any:
+        """A thread holds 16 bytes of a row: half a span."""
+        registers = [[0, 0, 0, 1 << bit] for bit in range((size // 2).bit_length() - 1)]
+        return gl.DistributedLinearLayout(
+            reg_bases=registers + tall,
+            lane_bases=[[0, 0, 0, size // 2], [0, 0, 1, 0], *line_bases],
+            warp_bases=warp_bases,
+            block_bases=[],
+            shape=[warps, outputs, 2, size],
+        )
+
+    x = (
+        gl.BlockedLayout([1, 1, 1], [1, 32, 1], [warps, 1, 1], [1, 0, 2])
+        if single
+        else gl.BlockedLayout([1, 8, 1], [1, 4, 8], [warps, 1, 1], [1, 2, 0])
+    )
+    y = gl.BlockedLayout([1, 1], [32 // rows, rows], [warps, 1], [1, 0])
+    pairs, words = codes(8), codes(16)
+    groups = gl.SliceLayout(3, words)
+    return ExpertLayouts(
+        slice_p=gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, pairs))),
+        output_p=gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, pairs))),
+        span_p=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, pairs))),
+        pair_p=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, pairs))),
+        slice_g=gl.SliceLayout(1, gl.SliceLayout(2, groups)),
+        output_g=gl.SliceLayout(0, gl.SliceLayout(2, groups)),
+        span_g=gl.SliceLayout(0, gl.SliceLayout(1, groups)),
+        words=words,
+        a=gl.DotOperandLayout(0, total, 4),
+        b=b,
+        total=total,
+        shared=gl.SharedLinearLayout(_operand_order(warps, 32, 1 if single else rows)),
+        slice_x=gl.SliceLayout(1, gl.SliceLayout(2, x)),
+        input_x=gl.SliceLayout(0, gl.SliceLayout(2, x)),
+        row_x=gl.SliceLayout(0, gl.SliceLayout(1, x)),
+        slice_b=gl.SliceLayout(1, gl.SliceLayout(2, b)),
+        input_b=gl.SliceLayout(0, gl.SliceLayout(2, b)),
+        row_b=gl.SliceLayout(0, gl.SliceLayout(1, b)),
+        halves=gl.BlockedLayout([warps, 2, 1, 1], [1, 1, 32 // rows, rows], [1, 1, warps, 1], [3, 2, 1, 0]),
         output_y=gl.SliceLayout(1, y),
         row_y=gl.SliceLayout(0, y),
         y=y,
@@ -464,16 +546,3 @@ def words_descriptor(codes: Any, outputs: int, words: int, paired: bool) -> Any:
         lines, width = codes.shape
         codes = codes.as_strided((lines // 16, 2, 8, width), (8 * width, lines // 2 * width, width, 1))
     return TensorDescriptor.from_tensor(codes, block, gl.NVMMASharedLayout.get_default_for(block, gl.int16))
-
-
-def ring_descriptor(codes: Any, spans: int, outputs: int, words: int, paired: bool) -> Any:
-    """Codes int16 [out, words of a row] for TMA, in boxes [spans, 1, outputs, words]; paired: [spans, 2, outputs / 2,
-    words], of as many outputs of the first half and of the second."""
-    if INTERPRETED:
-        return None
-    lines, width = codes.shape
-    halves = 2 if paired else 1
-    lines //= halves
-    view = codes.as_strided((width // words, halves, lines, words), (words, lines * width, width, 1))
-    block = [spans, halves, outputs // halves, words]
-    return TensorDescriptor.from_tensor(view, block, gl.NVMMASharedLayout.get_default_for(block, gl.int16))

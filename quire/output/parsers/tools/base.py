@@ -71,6 +71,8 @@ class CallParser(IncrementalParser):
     needs_special_tokens: ClassVar[bool] = False
     notation: ClassVar[str] = ""
     """Instructions for writing calls, for models whose chat template has none."""
+    name_keys: ClassVar[tuple[str, ...]] = ("name",)
+    """What a call object calls the tool's name."""
 
     def __init__(self, offered: Collection[str] | None = None, new_id: Callable[[], str] = openai_id) -> None:
         super().__init__()
@@ -205,7 +207,7 @@ class CallParser(IncrementalParser):
         if key is None or not (yield from self._take_next(":")):
             return False
         start = yield from self._skip_spaces()
-        if key == "name" and found.name is None:
+        if key in self.name_keys and found.name is None:
             name = yield from self._read_string()
             if name is None or not self._accepts(name, is_marked):
                 return False
@@ -279,6 +281,7 @@ def to_json(value: Any) -> str:
 
 
 TOOL_PARSERS = {
+    "cohere_command3": "quire.output.parsers.tools.marked_json.CohereCommandParser",
     "deepseek_v3": "quire.output.parsers.tools.deepseek.DeepSeekV3Parser",
     "deepseek_v31": "quire.output.parsers.tools.deepseek.DeepSeekV31Parser",
     "deepseek_v32": "quire.output.parsers.tools.xml.DeepSeekV32Parser",
@@ -296,6 +299,7 @@ TOOL_PARSERS = {
     "llama4_pythonic": "quire.output.parsers.tools.pythonic.PythonicParser",
     "minimax_m2": "quire.output.parsers.tools.xml.MiniMaxM2Parser",
     "mistral": "quire.output.parsers.tools.mistral.MistralParser",
+    "olmo3": "quire.output.parsers.tools.pythonic.Olmo3Parser",
     "openai": "quire.output.parsers.harmony.HarmonyParser",
     "phi4_mini_json": "quire.output.parsers.tools.marked_json.Phi4MiniParser",
     "pythonic": "quire.output.parsers.tools.pythonic.PythonicParser",

@@ -1,4 +1,4 @@
-"""Granite, Phi-4-mini, Jamba: a mark, then call objects in JSON."""
+"""Granite, Phi-4-mini, Jamba, Cohere: a mark, then call objects in JSON."""
 
 from __future__ import annotations
 
@@ -58,3 +58,26 @@ class JambaParser(MarkedJsonParser):
         '<tool_calls>[{"name": "a tool\'s name", "arguments": {"a parameter": "its value"}}]</tool_calls>\n'
         "Where no tool helps, answer in plain words."
     )
+
+
+class CohereCommandParser(MarkedJsonParser):
+    """Command A and R7B: `<|START_ACTION|>[{"tool_call_id": "0", "tool_name": "f", "parameters": {…}}]<|END_ACTION|>`.
+
+    The marks around the answer are dropped.
+    """
+
+    tags = ("<|START_ACTION|>", "<|START_RESPONSE|>", "<|END_RESPONSE|>")
+    closing = "<|END_ACTION|>"
+    name_keys = ("tool_name", "name")
+    needs_special_tokens = True
+    notation = (
+        "To call tools, answer with a list of their names and parameters in JSON:\n"
+        '<|START_ACTION|>[{"tool_name": "a tool\'s name", "parameters": {"a parameter": "its value"}}]<|END_ACTION|>\n'
+        "Where no tool helps, answer in plain words."
+    )
+
+    def _calls(self, opener: str) -> Reads[None]:
+        if opener == "<|START_ACTION|>":
+            yield from super()._calls(opener)
+        else:
+            self._held.clear()

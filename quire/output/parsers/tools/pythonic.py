@@ -109,6 +109,26 @@ class PythonicParser(CallParser):
                 source.append(self._take(1))
 
 
+class Olmo3Parser(PythonicParser):
+    """OLMo 3: calls on lines of their own between `<function_calls>` and `</function_calls>`."""
+
+    tags = ("<function_calls>",)
+    bare = ""
+    notation = (
+        "To call tools, answer with calls as Python writes them, one on each line, between these tags:\n"
+        '<function_calls>\ntool_name(a_parameter="its value")\n</function_calls>\n'
+        "Where no tool helps, answer in plain words."
+    )
+
+    def _calls(self, opener: str) -> Reads[None]:
+        first = self._count
+        while (yield from self._skip_spaces()) not in ("<", ""):
+            if not (yield from self._call(is_marked=True)):
+                return
+        if (yield from self._take_word("</function_calls>")) and self._count > first:
+            self._held.clear()
+
+
 def arguments_of(written: list[str]) -> str | None:
     """Arguments `name=literal` as one JSON object; None if any is something else."""
     values: dict[str, Any] = {}

@@ -1,0 +1,76 @@
+"""Hybrid models through the whole engine: the tokens of plain transformers, in chunks, batched, preempted, with prefix
+hits, and on two ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from quire import LLM, SamplingParams
+from tests.conftest import assert_idle
+from tests.models.test_hybrids import hybrid_reference
+
+PROMPTS = [
+    torch.randint(0, 97, (length,), generator=torch.Generator().manual_seed(length)).tolist() for length in (37, 21, 5)
+]
+LENGTH = 6
+BLOCKS = {"qwen3.5-moe": 13, "nemotron-h": 23}
+"""Pages that are too few for all prompts at once."""
+GREEDY = SamplingParams(temperature=0, max_tokens=LENGTH, ignore_eos=True)
+
+
+@torch.no_grad()
+def greedy(reference: Any, prompt: list[int]) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(LENGTH):
+        tokens.append(int(reference(torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax()))
+    return tokens[len(prompt) :]
+
+
+@pytest.fixture(scope="module", params=["qwen3.5-moe", "nemotron-h", "mamba-2"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[int]]]:
+    """A random hybrid, and its tokens."""
+    folder = tmp_path_factory.mktemp(request.param)
+    reference = hybrid_reference(request.param)
+    reference.save_pretrained(folder)
+    return folder, [greedy(reference, prompt) for prompt in PROMPTS]
+
+
+def run(llm: LLM) -> tuple[list[list[int]], list[int]]:
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], GREEDY, use_tqdm=False)
+    return [list(each.outputs[0].token_ids) for each in outputs], [each.num_cached_tokens for each in outputs]
+
+
+def engine(folder: Path, **settings: Any) -> LLM:
+    usual = {"dtype": "float32", "device": "cpu", "max_model_len": 64, "block_size": 8, "skip_tokenizer_init": True}
+    return LLM(str(folder), **(usual | settings))
+
+
+@pytest.mark.parametrize(
+    "settings", [{"max_num_batched_tokens": 8}, {"pipeline_depth": 1}], ids=["chunks", "overlapped"]
+)
+def test_tokens_and_prefix_hits(model: tuple[Path, list[list[int]]], settings: dict[str, Any]) -> None:
+    folder, expected = model
+    with engine(folder, **settings) as llm:
+        assert run(llm) == (expected, [0, 0, 0])
+        assert run(llm) == (expected, [32, 16, 0])
+        assert_idle(llm)
+
+
+def test_preempted(model: tuple[Path, list[list[int]]]) -> None:
+    folder, expected = model
+    if (name := folder.name[:-1]) not in BLOCKS:
+        pytest.skip("a row of states alone does not grow")
+    with engine(folder, num_gpu_blocks_override=BLOCKS[name]) as llm:
+        assert run(llm)[0] == expected
+        assert llm.llm_engine.core.scheduler.stats.preemptions
+        assert_idle(llm)
+
+
+def test_two_ranks(model: tuple[Path, list[list[int]]]) -> None:
+    folder, expected = model
+    with engine(folder, tensor_parallel_size=2) as llm:
+        assert run(llm)[0] == expected
