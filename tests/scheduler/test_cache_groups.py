@@ -126,7 +126,7 @@ def test_a_long_request_holds_a_window_of_pages_in_a_window_group() -> None:
     executor = NullExecutor(4)
     prompt = [i % 997 for i in range(length - 400)]
     scheduler.add(NewRequest("long", prompt, SamplingParams(ignore_eos=True), limit=length, keys=keys.of(prompt)))
-    most = Counter[int]()
+    most = Counter[tuple[str, int]]()
     while scheduler.unfinished:
         plan = scheduler.schedule()
         assert plan is not None

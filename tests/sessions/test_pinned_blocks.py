@@ -9,7 +9,8 @@ import pytest
 
 from quire.kvcache.block_tables import BlockTables
 from quire.kvcache.offload.disk.store import DiskStore
-from quire.kvcache.prefix_cache import ContentKeys, page_key
+from quire.kvcache.offload.page_keys import page_key
+from quire.kvcache.prefix_cache import ContentKeys
 from quire.messages.caches import FULL, CacheGroup
 from quire.sessions.log import SessionStore
 from quire.sessions.pinned_blocks import PinnedBlocks
