@@ -16,7 +16,7 @@ from quire.kernels.triton.quantized import experts as quantized
 from quire.kernels.triton.moe.common import ChosenExperts, ExpertsConfig, GemmTile  # isort: skip
 from quire.kernels.triton.quantized.expert_scratch import dequantize_stack  # isort: skip
 from quire.kernels.triton.quantized.expert_stacks import Stack, stack_of  # isort: skip
-from quire.kernels.triton.quantized.expert_tiles import encode  # isort: skip
+from quire.kernels.triton.quantized.expert_tiles import encode, in_pairs  # isort: skip
 from quire.kernels.triton.quantized.expert_vectors import vector_experts  # isort: skip
 from quire.kernels.triton.quantized.registry import ReferenceProducts  # isort: skip
 from quire.kernels.weights.base import QuantizedWeight  # isort: skip
@@ -272,3 +272,20 @@ def test_configurations_exist_for_any_number_of_tokens(kind: str) -> None:
     many = "tile" if gate_up.quantizes else "scratch"
     assert kernels == ["vector", "vector", "tile", many, many]
     assert quantized.config_of(gate_up, down, 2, 1, True) == quantized.config_of(gate_up, down, 2, 5000, True)
+
+
+@pytest.mark.parametrize("bounded", [True, False])
+@pytest.mark.parametrize(("hidden", "width"), [(64, 192), (128, 64)])
+def test_mxfp4_codes_in_pairs_of_bytes(hidden: int, width: int, bounded: bool) -> None:
+    given = case("mxfp4", 5, hidden, width, biased=True, activation="clamped_swiglu")
+    given.gate_up.bounded = given.down.bounded = bounded
+    assert in_pairs(*given.stacks)
+    for block_m in (16, 64) if ON_GPU else (16,):
+        config = ExpertsConfig("tile", GemmTile(64, 64, 4, 2), GemmTile(64, 192, 4, 2), block_m)
+        assert_close(given.run(config), given.expected())
+
+
+def test_mxfp4_stacks_that_do_not_fit_pairs_are_read_byte_by_byte() -> None:
+    given = case("mxfp4", 3, 96, 64)  # 96 inputs: spans of 32
+    assert not in_pairs(*given.stacks)
+    assert_close(given.run(ExpertsConfig("tile", GemmTile(32, 64, 4, 1), GemmTile(32, 64, 4, 1), 16)), given.expected())
