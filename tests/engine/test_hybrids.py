@@ -72,5 +72,7 @@ def test_preempted(model: tuple[Path, list[list[int]]]) -> None:
 
 def test_two_ranks(model: tuple[Path, list[list[int]]]) -> None:
     folder, expected = model
+    if not folder.name.startswith("nemotron"):
+        pytest.skip("once is enough here: tests/models has all of them on two ranks")
     with engine(folder, tensor_parallel_size=2) as llm:
         assert run(llm)[0] == expected
