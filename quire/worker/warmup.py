@@ -196,7 +196,7 @@ def _expert_kernels(model: nn.Module, ops: TritonOps, max_tokens: int) -> dict[o
 
 def _route(module: SparseMLP) -> None:
     routing, router = module.routing, module.router
-    logits = torch.zeros(1, routing.num_experts, dtype=router.dtype, device=router.device)
+    logits = torch.zeros(1, router.shape[0], dtype=router.dtype, device=router.device)
     counts = torch.zeros(routing.num_experts, dtype=torch.int64, device=router.device)
     module.ops.route(logits, routing.top_k, routing.renormalise, counts, counts[:1], module.rule)
 

@@ -137,9 +137,10 @@ HYBRIDS: dict[str, PretrainedConfig] = {
 }
 
 
-def hybrid_reference(name: str) -> Any:
+def hybrid_reference(name: str, **changes: Any) -> Any:
     """A random model; norms that add 1 to their weights have weights around 0, and states forget slowly."""
-    reference = random_reference(HYBRIDS[name])
+    config = HYBRIDS[name]
+    reference = random_reference(type(config)(**{**config.to_dict(), **changes}) if changes else config)
     for parameter, values in reference.named_parameters():
         if parameter.endswith("dt_bias"):
             values.data -= 3
