@@ -58,6 +58,7 @@ def test_decodes(name: str, queries: int) -> None:
     reference = reference_states.delta_net if is_delta else reference_states.mamba2
     expected = reference(x, layer, expected_view, step)
     out = torch.full_like(expected, torch.nan)
+    assert decode.rows_of(layer, view, step) == (4, queries == 1)
     kernel = decode.delta_net_decode if is_delta else decode.mamba2_decode
     kernel(x, layer, view, step, out, 4, single=queries == 1)
     assert_near(out, expected)

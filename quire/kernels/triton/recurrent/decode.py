@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.kernels.states import DeltaNet, Mamba2, States, StepRows
+from quire.kernels.states import RING, DeltaNet, Mamba2, States, StepRows
 from quire.kernels.triton.launch import gdc_launch_dependents, gdc_wait, pdl
 from quire.kernels.triton.recurrent.common import (
     convolved,
@@ -52,6 +52,17 @@ class DecodeConfig:
     def options(self) -> dict[str, int]:
         """Of a launch."""
         return {"num_warps": self.warps, "maxnreg": self.registers}
+
+
+def rows_of(layer: DeltaNet | Mamba2, states: States, step: StepRows) -> tuple[int, bool]:
+    """(how many rows, from the first, take these kernels; whether each of them has one token).
+
+    All rows do if none has more tokens than the ring has slots for: drafts to verify.
+    """
+    drafts = states.parts[RING].shape[0] - len(layer.conv) + 1
+    if step.num_decodes < step.num_rows and step.max_query_len <= drafts:
+        return step.num_rows, False
+    return step.num_decodes, True
 
 
 DELTA_NET, MAMBA2, DRAFTS = DecodeConfig(8, 128), DecodeConfig(4, 128), DecodeConfig(8, 192)
