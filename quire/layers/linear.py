@@ -93,6 +93,34 @@ class FusedLinear(nn.Module):
         return collected
 
 
+class ArrangedLinear(FusedLinear):
+    """Parts that are reordered (`FusedPart.arrange`): their rows while loading; where these are in few bits, the
+    outputs are."""
+
+    order: torch.Tensor | None = None
+
+    def create_weights(self, build: BuildContext, owner: str) -> None:
+        """Make the matrix in the formats of its parts."""
+        plain = tuple(replace(part, arrange=None) for part in self.parts)
+        formats = formats_of(build, owner, plain)
+        if any(each is not None and not isinstance(each, OnLoadFormat) for each in formats):
+            rows = torch.arange(sum(part.height for part in plain)).split([part.height for part in plain])
+            pairs = zip(rows, self.parts, strict=True)
+            self.order = torch.cat([part.arrange(own) if part.arrange else own for own, part in pairs]).to(build.device)
+            self.parts = plain
+        super().create_weights(build, owner)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = super().forward(x)
+        return out if self.order is None else out[:, self.order]
+
+    def norm_linear(
+        self, norm: RMSNorm, x: torch.Tensor | None, residual: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        out, stream = super().norm_linear(norm, x, residual)
+        return (out if self.order is None else out[:, self.order]), stream
+
+
 class ColumnParallelLinear(FusedLinear):
     """One matrix; each rank computes an equal share of the output features."""
 
