@@ -1,10 +1,11 @@
 """Recurrent layers as kernels see them: the weights of a layer's recurrence, its states, and the rows of a step.
 
 A recurrent layer keeps two things for each row. The *state* of its recurrence: a matrix [key_dim, value_dim] float32
-for each head, one piece each (sums over keys are then between registers of a thread, not between threads). The last inputs of its causal convolution, in a *ring*: the input of position p is in
-slot p % ring_slots, in pieces of some channels [ring_slots, channels of a piece]. With `queries` tokens a step the ring
-has taps - 1 + queries slots, so what a step writes never overlaps what it reads: programs that share channels need not
-wait for each other, and a ring is right after any prefix of a step's tokens.
+for each head, one piece each (sums over keys are then between registers of a thread, not between threads). The last
+inputs of its causal convolution, in a *ring*: the input of position p is in slot p % ring_slots, in pieces of some
+channels [ring_slots, channels of a piece]. With `queries` tokens a step the ring has taps - 1 + queries slots, so what
+a step writes never overlaps what it reads: programs that share channels need not wait for each other, and a ring is
+right after any prefix of a step's tokens.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any, Protocol
 import torch
 
 STATE, RING = 0, 1
-"""Indices of a layer's parts."""
+"""Indices of a layer's parts. A layer that keeps only a ring has it as part 0."""
 
 
 class PartLike(Protocol):
@@ -152,3 +153,21 @@ class Mamba2:
     def width(self) -> int:
         """Of the outputs."""
         return self.heads * self.head_dim
+
+
+@dataclass(frozen=True)
+class ShortConv:
+    """A gated short convolution (LFM2): out = C * convolution(B * x), over a row's tokens.
+
+    The layer's input is one matrix [tokens, B | C | x]. It keeps only the ring, of B * x.
+    """
+
+    conv: torch.Tensor
+    """[taps, channels]"""
+    bias: torch.Tensor | None
+    """[channels]"""
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution."""
+        return self.conv.shape[1]

@@ -144,6 +144,8 @@ _FAMILY_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "glm4_moe_lite": {"n_shared_experts": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 1.8},
     "granite": {"rms_norm_eps": 1e-6},
     "granitemoe": {"rms_norm_eps": 1e-6},
+    "lfm2": {"tie_word_embeddings": True, "rope_theta": 1000000.0, "max_position_embeddings": 128000},
+    "lfm2_moe": {"tie_word_embeddings": True, "rope_theta": 1000000.0, "max_position_embeddings": 128000},
     "minimax_m2": {"rope_theta": 5000000.0, "rms_norm_eps": 1e-6},
     "olmo3": {"rope_theta": 500000.0, "sliding_window": 4096},
     "opt": {"tie_word_embeddings": True, "max_position_embeddings": 2048},
@@ -151,7 +153,7 @@ _FAMILY_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "stablelm": {"partial_rotary_factor": 0.25},
     "starcoder2": {"tie_word_embeddings": True},
 }
-_NORM_EPS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon")
+_NORM_EPS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps")
 _WINDOWED = frozenset(
     {
         "cohere2",
@@ -194,6 +196,8 @@ def _text_part(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     blocks = raw.get("layers_block_type") or raw.get("hybrid_override_pattern")
     if raw.get("num_hidden_layers") is None and blocks:
         raw["num_hidden_layers"] = len(blocks)
+    if "tie_embedding" in raw:  # LFM2
+        raw["tie_word_embeddings"] = raw["tie_embedding"]
     text = raw.get("text_config")
     if not isinstance(text, Mapping):
         return raw

@@ -28,6 +28,8 @@ _KNOWN = {
     "GraniteForCausalLM": "quire.models.granite.GraniteForCausalLM",
     "GraniteMoeForCausalLM": "quire.models.granite.GraniteMoeForCausalLM",
     "GraniteMoeHybridForCausalLM": "quire.models.granite_hybrid.GraniteMoeHybridForCausalLM",
+    "Lfm2ForCausalLM": "quire.models.lfm2.Lfm2ForCausalLM",
+    "Lfm2MoeForCausalLM": "quire.models.lfm2.Lfm2MoeForCausalLM",
     "LlamaForCausalLM": "quire.models.llama.LlamaForCausalLM",
     "Mamba2ForCausalLM": "quire.models.mamba2.Mamba2ForCausalLM",
     "MiniMaxM2ForCausalLM": "quire.models.minimax_m2.MiniMaxM2ForCausalLM",
