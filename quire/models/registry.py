@@ -8,6 +8,7 @@ from quire.registry import resolve
 
 _KNOWN = {
     "BambaForCausalLM": "quire.models.granite_hybrid.BambaForCausalLM",
+    "BloomForCausalLM": "quire.models.bloom.BloomForCausalLM",
     "Cohere2ForCausalLM": "quire.models.cohere.CohereForCausalLM",
     "CohereForCausalLM": "quire.models.cohere.CohereForCausalLM",
     "DeepseekV2ForCausalLM": "quire.models.deepseek.DeepseekV2ForCausalLM",
