@@ -13,14 +13,16 @@ from safetensors.torch import load_file, save_file
 
 from quire import LLM, SamplingParams
 from tests.conftest import assert_idle
-from tests.models.test_hybrids import hybrid_reference
+from tests.models.harness import random_reference
+from tests.models.relatives import RELATIVES
+from tests.models.test_hybrids import HYBRIDS, hybrid_reference
 from tests.quantization.checkpoints import awq
 
 PROMPTS = [
     torch.randint(0, 97, (length,), generator=torch.Generator().manual_seed(length)).tolist() for length in (37, 21, 5)
 ]
 LENGTH = 6
-BLOCKS = {"qwen3.5-moe": 13, "nemotron-h": 23}
+BLOCKS = {"qwen3.5-moe": 13, "nemotron-h": 23, "lfm2": 13, "bloom": 11}
 """Pages that are too few for all prompts at once."""
 GREEDY = SamplingParams(temperature=0, max_tokens=LENGTH, ignore_eos=True)
 
@@ -33,11 +35,12 @@ def greedy(reference: Any, prompt: list[int]) -> list[int]:
     return tokens[len(prompt) :]
 
 
-@pytest.fixture(scope="module", params=["qwen3.5-moe", "nemotron-h", "mamba-2"])
+@pytest.fixture(scope="module", params=["qwen3.5-moe", "nemotron-h", "mamba-2", "lfm2", "bloom"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[int]]]:
-    """A random hybrid, and its tokens."""
+    """A random hybrid, or another model whose attention differs; and its tokens."""
     folder = tmp_path_factory.mktemp(request.param)
-    reference = hybrid_reference(request.param)
+    is_hybrid = request.param in HYBRIDS
+    reference = hybrid_reference(request.param) if is_hybrid else random_reference(RELATIVES[request.param])
     reference.save_pretrained(folder)
     return folder, [greedy(reference, prompt) for prompt in PROMPTS]
 

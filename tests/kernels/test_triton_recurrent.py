@@ -8,11 +8,13 @@ import pytest
 import torch
 
 from quire.kernels import reference_states
+from quire.layers.caches import StatePart
 from tests.kernels.recurrent_inputs import (
     copied,
     random_delta_net,
     random_inputs,
     random_mamba2,
+    random_short_conv,
     random_states,
     state_parts,
     step_of,
@@ -86,6 +88,26 @@ def test_steps_with_prompts(name: str) -> None:
     assert out.isfinite().all()
     for ours, theirs in zip(states_of(view, tables[:5]), states_of(expected_view, tables[:5]), strict=True):
         assert_near(ours, theirs)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_short_convolutions(bias: bool) -> None:
+    """Decodes in the middle and at the begin; prompts likewise, one shorter than the ring; none, and padding."""
+    layer = random_short_conv(40, torch.float32, DEVICE, taps=4 if bias else 3, bias=bias)
+    part = StatePart(5, (len(layer.conv), 8), torch.float32)
+    view, tables = random_states([part], 8, 272, DEVICE)
+    counts = [1, 1, 1, CHUNK + 19, 2, CHUNK, 0, 3]
+    contexts = [30, 1, 2, 70 + CHUNK, 7, CHUNK, 0, 0]
+    tables[6:] = 0
+    step = step_of(tables, counts, contexts, in_batch=bias)
+    x = random_inputs(layer, sum(counts), torch.float32)
+    expected_view = copied(view)
+    expected = TorchOps().short_conv(x, layer, expected_view, step)
+    step.plans.clear()
+    out = TritonOps().short_conv(x, layer, view, step)
+    assert_near(out, expected)
+    assert (out[-3:] == 0).all()
+    assert_near(view.read(0, tables[:6]), expected_view.read(0, tables[:6]))
 
 
 @pytest.mark.parametrize("leaf", [1, 4])

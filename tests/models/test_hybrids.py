@@ -11,6 +11,8 @@ import torch
 from transformers import (
     BambaConfig,
     GraniteMoeHybridConfig,
+    Lfm2Config,
+    Lfm2MoeConfig,
     Mamba2Config,
     NemotronHConfig,
     PretrainedConfig,
@@ -77,6 +79,19 @@ def _mamba(kind: type[PretrainedConfig], **changes: Any) -> PretrainedConfig:
     return kind(**(shape | changes))
 
 
+def _lfm2(kind: type[PretrainedConfig], **changes: Any) -> PretrainedConfig:
+    shape: dict[str, Any] = {
+        "vocab_size": 97,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+    }
+    return kind(**(shape | changes))
+
+
 HYBRIDS: dict[str, PretrainedConfig] = {
     "qwen3-next": _qwen(Qwen3NextConfig, mlp_only_layers=[1]),
     "qwen3.5": _qwen(Qwen3_5TextConfig, tie_word_embeddings=True, attention_bias=True),
@@ -122,6 +137,17 @@ HYBRIDS: dict[str, PretrainedConfig] = {
         ssm_state_size=8,
         n_groups=2,
         chunk_size=16,
+    ),
+    "lfm2": _lfm2(Lfm2Config, layer_types=["conv", "full_attention", "conv"], conv_bias=True, block_multiple_of=8),
+    "lfm2-moe": _lfm2(
+        Lfm2MoeConfig,
+        layer_types=["conv", "conv", "full_attention"],
+        conv_L_cache=4,
+        num_dense_layers=1,
+        num_experts=5,
+        num_experts_per_tok=2,
+        moe_intermediate_size=20,
+        routed_scaling_factor=1.5,
     ),
     "mamba-2": Mamba2Config(
         vocab_size=97,
