@@ -425,6 +425,10 @@ class ExpertLayouts(NamedTuple):
     row_b: Any
     halves: Any
     """[s, 2, outputs, rows] before it is summed: all s in a thread."""
+    parts: Any
+    """[s, outputs, rows], likewise."""
+    slice_s: Any
+    """Beside `parts`."""
     output_y: Any
     """Beside [outputs, rows] as stored."""
     row_y: Any
@@ -435,7 +439,7 @@ class ExpertLayouts(NamedTuple):
 def expert_layouts(warps: int, outputs: int, rows: int, single: bool) -> ExpertLayouts:
     """Layouts for tiles of `outputs` outputs and `rows` rows, or one."""
     if INTERPRETED:
-        return ExpertLayouts(*[None] * 22)
+        return ExpertLayouts(*[None] * 24)
     total = gl.NVMMADistributedLayout([2, 0], [warps, 1, 1], [1, 16, 8])
     b = gl.DotOperandLayout(1, total, 4)
     warp_bases = [[1 << bit, 0, 0, 0] for bit in range(warps.bit_length() - 1)]
@@ -458,6 +462,7 @@ def expert_layouts(warps: int, outputs: int, rows: int, single: bool) -> ExpertL
         if single
         else gl.BlockedLayout([1, 8, 1], [1, 4, 8], [warps, 1, 1], [1, 2, 0])
     )
+    parts = gl.BlockedLayout([warps, 1, 1], [1, 32 // rows, rows], [1, warps, 1], [2, 1, 0])
     y = gl.BlockedLayout([1, 1], [32 // rows, rows], [warps, 1], [1, 0])
     pairs, words = codes(8), codes(16)
     groups = gl.SliceLayout(3, words)
@@ -480,6 +485,8 @@ def expert_layouts(warps: int, outputs: int, rows: int, single: bool) -> ExpertL
         slice_b=gl.SliceLayout(1, gl.SliceLayout(2, b)),
         input_b=gl.SliceLayout(0, gl.SliceLayout(2, b)),
         row_b=gl.SliceLayout(0, gl.SliceLayout(1, b)),
+        parts=parts,
+        slice_s=gl.SliceLayout(1, gl.SliceLayout(2, parts)),
         halves=gl.BlockedLayout([warps, 2, 1, 1], [1, 1, 32 // rows, rows], [1, 1, warps, 1], [3, 2, 1, 0]),
         output_y=gl.SliceLayout(1, y),
         row_y=gl.SliceLayout(0, y),
