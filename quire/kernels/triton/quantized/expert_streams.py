@@ -21,8 +21,8 @@ import triton
 import triton.language as tl
 
 from quire.kernels.triton.gates import gate_mul
-from quire.kernels.triton.launch import gdc_launch_dependents, gdc_wait, num_sms, pdl
-from quire.kernels.triton.moe.common import ChosenExperts, GemmTile
+from quire.kernels.triton.launch import INTERPRETED, gdc_launch_dependents, gdc_wait, num_sms, pdl
+from quire.kernels.triton.moe.common import ChosenExperts, ExpertsConfig, GemmTile
 from quire.kernels.triton.quantized.expert_stacks import Stack
 from quire.kernels.triton.quantized.layouts import (
     arange,
@@ -37,11 +37,14 @@ from quire.kernels.triton.quantized.layouts import (
 )
 from quire.kernels.triton.quantized.words import EMULATED, MXFP4, split
 
-FEATURES = 8
-"""Of a tile."""
-PIECE = 128
-"""Inputs of a line that a warp takes at once: two spans of 64, 64 bytes."""
-# Numbers are 2^-32 of the weights: 2^126 and any usual scale would be no bfloat16.
+FEATURES, OUTPUTS = 8, 16
+"""Of a tile of gate and up, and of down."""
+SPAN = 64
+"""Inputs whose codes are packed together: a byte holds input j and j + 32."""
+PIECE = 2 * SPAN
+"""Inputs of a line that a warp takes at once: 64 bytes."""
+# Sign to bit 15; exponent and mantissa to bits 8 to 6, which is 2^126 times too small: products know subnormals.
+# Numbers are 2^-32 of the weights: 2^126 times the scale may be too large for bfloat16; so scales up to 2^33 are not.
 _SPLIT = tl.constexpr(
     """{ .reg .b32 a, b;
     shl.b32 a, $4, 12;
@@ -455,7 +458,7 @@ def stream_down(
     slots = triton.next_power_of_2(routing.top_k)
     parts = block.warps // slots
     pieces = triton.cdiv(triton.cdiv(stack.inputs, PIECE * parts), block.stages) * block.stages
-    _down[(tokens * (stack.outputs // 16),)](
+    _down[(tokens * (stack.outputs // OUTPUTS),)](
         features, routing.weights, routing.experts, stack.codes, stack.scale, bias, out, E=stack.experts,
         TOP=routing.top_k, N=stack.outputs, K=stack.inputs, SLOTS=slots, SLICES=block.warps, PIECES=pieces,
         DEPTH=block.stages, LAYOUTS=expert_layouts(block.warps, 16, 8, True), num_warps=block.warps, **pdl(),
@@ -463,9 +466,32 @@ def stream_down(
     return out
 
 
-def fits(stack: Stack, tokens: int, normed: bool) -> bool:
-    """Whether `stream_gate_up` reads this stack."""
+def stream_experts(
+    x: torch.Tensor,
+    routing: ChosenExperts,
+    gate_up: Stack,
+    down: Stack,
+    config: ExpertsConfig,
+    gate_up_bias: torch.Tensor | None = None,
+    down_bias: torch.Tensor | None = None,
+    activation: str = "silu",
+    norm: tuple[torch.Tensor, float] | None = None,
+) -> torch.Tensor:
+    """`Ops.experts` for few tokens; `norm`: x, one token, is normed with (gain, eps) first."""
+    features = stream_gate_up(x, routing, gate_up, gate_up_bias, config.gate_up, activation, norm)
+    return stream_down(features, routing, down, down_bias, config.down)
+
+
+def fits(gate_up: Stack, down: Stack, top_k: int, warps: int) -> bool:
+    """Whether these kernels can read the stacks, with `warps` warps for `down`."""
     return (
-        stack.kind == "mxfp4" and stack.half == 32 and stack.inputs % 64 == 0 and stack.outputs % (2 * FEATURES) == 0
-        and tokens <= 8 and (tokens == 1 or not normed) and stack.dtype is torch.bfloat16
-    )  # fmt: skip
+        all(stack.kind == "mxfp4" and stack.half == SPAN // 2 and _is_known(stack.dtype) for stack in (gate_up, down))
+        and gate_up.outputs % (2 * FEATURES) == 0
+        and down.outputs % OUTPUTS == 0
+        and triton.next_power_of_2(top_k) <= warps
+    )
+
+
+def _is_known(dtype: torch.dtype) -> bool:
+    """Whether numbers are made of codes in this dtype; most scales of MXFP4 are not float16 numbers."""
+    return dtype is torch.bfloat16 or INTERPRETED
