@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEV_STAMP := $(VENV)/.installed-dev
 
-.PHONY: setup setup-dev serve chat test quick quick-tests test-gpu sanitize lint format bench soak docs clean
+.PHONY: cache-kinds setup setup-dev serve chat test quick quick-tests test-gpu sanitize lint format bench soak docs clean
 
 setup: $(STAMP)
 
@@ -70,6 +70,9 @@ format: setup-dev
 
 bench: setup-dev
 	@$(BIN)/python benchmarks/run.py
+
+cache-kinds: setup-dev  # every kind of cache over sessions, tiers, ranks and processes: 10 minutes
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/engine/test_cache_kinds.py -m slow -n 2
 
 soak: setup-dev
 	$(BIN)/python -m pytest -m slow --timeout=3600

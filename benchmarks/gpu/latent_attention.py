@@ -37,23 +37,17 @@ BLOCK, MAX_ROWS, COLD_BYTES = 16, 256, 400 << 20
 SCALE = SHAPE.query**-0.5
 TILES = {
     16: [
-        LatentTile(32, 4, 5, 2), LatentTile(32, 4, 4, 2), LatentTile(32, 8, 5, 1), LatentTile(32, 4, 7, 1),
-        LatentTile(16, 4, 5, 2), LatentTile(32, 4, 3, 2, True), LatentTile(32, 4, 5, 2, True),
-        LatentTile(32, 8, 5, 1, True), LatentTile(32, 8, 3, 1, True), LatentTile(64, 4, 2, 1, True),
+        LatentTile(64, 4, 2, 1, True, gluon=True), LatentTile(64, 4, 2, 1, True, 2, gluon=True),
+        LatentTile(32, 4, 5, 2), LatentTile(32, 4, 5, 2, min_tiles=2), LatentTile(32, 4, 5, 2, True),
         LatentTile(64, 4, 3, 1, True), LatentTile(64, 8, 3, 1, True),
-        LatentTile(32, 4, 5, 2, min_tiles=4), LatentTile(32, 4, 5, 2, True, 4),
     ],
     128: [
-        LatentTile(64, 8, 2), LatentTile(64, 8, 3), LatentTile(32, 8, 4), LatentTile(32, 8, 5), LatentTile(32, 8, 7),
-        LatentTile(64, 8, 3, 1, True), LatentTile(64, 8, 2, 1, True), LatentTile(64, 8, 3, min_tiles=4),
+        LatentTile(64, 8, 2, gluon=True), LatentTile(64, 8, 3), LatentTile(64, 8, 3, 1, True), LatentTile(32, 8, 5),
     ],
 }  # fmt: skip
-PROMPT_TILES = [
-    PromptTile(128, 64, 8, 2), PromptTile(128, 64, 8, 3), PromptTile(128, 64, 8, 4), PromptTile(128, 128, 8, 2),
-    PromptTile(64, 64, 4, 2), PromptTile(64, 64, 4, 3), PromptTile(64, 32, 4, 4),
-]  # fmt: skip
-CONTEXT_TILES = [LatentTile(64, 8, 2), LatentTile(64, 8, 3), LatentTile(32, 8, 4), LatentTile(32, 8, 5)]
-DECODES = [(64, 4096, 16), (1, 4096, 16), (256, 1000, 16), (1, 600, 16), (64, 4096, 128), (1, 4096, 128)]
+PROMPT_TILES = [PromptTile(128, 64, 8, 2), PromptTile(128, 64, 8, 3), PromptTile(128, 128, 8, 2)]
+CONTEXT_TILES = [LatentTile(64, 8, 3), LatentTile(32, 8, 5)]
+DECODES = [(64, 4096, 16), (1, 4096, 16), (256, 1000, 16), (1, 600, 16), (8, 600, 16), (64, 4096, 128), (1, 4096, 128)]
 PROMPTS = [(4, 2048, 16), (1, 8192, 16), (1, 2048, 128)]
 
 
@@ -133,7 +127,7 @@ def error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 def name(tile: LatentTile | PromptTile) -> str:
     if isinstance(tile, PromptTile):
         return f"{tile.block_m}x{tile.block_n} {tile.warps}w{tile.stages}s"
-    text = f"{tile.tokens}t{tile.warps}w{tile.stages}s{tile.programs}p" + ("T" if tile.transposed else "")
+    text = f"{tile.tokens}t{tile.warps}w{tile.stages}s{tile.programs}p" + "T" * tile.transposed + "G" * tile.gluon
     return text + (f"m{tile.min_tiles}" if tile.min_tiles > 1 else "")
 
 

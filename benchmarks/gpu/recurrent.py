@@ -42,23 +42,19 @@ COLD_BYTES = 150 << 20
 PAGE = 320 << 10
 DECODES = {
     "delta": [
-        DecodeConfig(4, 168), DecodeConfig(4, 255), DecodeConfig(8, 128), DecodeConfig(8, 255), DecodeConfig(16, 128),
+        DecodeConfig(8, 128), DecodeConfig(4, 255), DecodeConfig(8, 168), DecodeConfig(16, 112),
     ],
-    "mamba": [DecodeConfig(4, 168), DecodeConfig(4, 128), DecodeConfig(8, 128), DecodeConfig(8, 84)],
+    "mamba": [DecodeConfig(8, 80), DecodeConfig(8, 128), DecodeConfig(4, 128), DecodeConfig(4, 168)],
 }  # fmt: skip
 PROMPTS: dict[str, list[Any]] = {
     "delta": [
-        DeltaNetConfig(solve_precision="tf32", solve_leaf=1),
-        DeltaNetConfig(solve_precision="tf32", solve_leaf=16),
-        DeltaNetConfig(solve_precision="tf32", solve_leaf=8),
-        DeltaNetConfig(solve_precision="tf32x3", solve_leaf=1),
-        DeltaNetConfig(solve_precision="tf32", scan_stages=3),
-        DeltaNetConfig(solve_precision="tf32", scan_stages=1),
-        DeltaNetConfig(solve_precision="tf32", scan_warps=8),
-        DeltaNetConfig(solve_precision="tf32", scan_values=64),
-        DeltaNetConfig(solve_precision="tf32", scan_values=64, scan_warps=8),
+        DeltaNetConfig(scan_stages=3),
+        DeltaNetConfig(scan_values=64),
+        DeltaNetConfig(scan_values=64, scan_stages=3),
+        DeltaNetConfig(scan_values=64, scan_stages=1),
+        DeltaNetConfig(scan_stages=3, solve_warps=8),
     ],
-    "mamba": [Mamba2Config(4, 2), Mamba2Config(8, 2), Mamba2Config(4, 3), Mamba2Config(8, 3), Mamba2Config(4, 1)],
+    "mamba": [Mamba2Config(8, 3), Mamba2Config(4, 1), Mamba2Config(8, 1)],
 }
 
 
@@ -164,7 +160,7 @@ def prompt_times(name: str, layer: Any, rows: int, tokens: int, timer: GraphTime
         view.memory.copy_(before)
         prompt_kernel(name)(x, layer, view, step, out, config)
         far = "" if expected is None else f"  error {error(out, expected):.1e}"
-        us = timer.replay(lambda c=config, out=out: prompt_kernel(name)(x, layer, view, step, out, c))
+        us = timer.replay(partial(prompt_kernel(name), x, layer, view, step, out, config))
         print(f"  {us:8.1f} us{far}  {config}", flush=True)
     out = x.new_empty(rows * tokens, layer.width)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:

@@ -214,6 +214,7 @@ def _print_estimate(config: EngineConfig, files: ModelFiles, model: ModelConfig)
     plan = estimate.memory
     full = (plan.num_blocks - 1) / plan.blocks_for(estimate.max_model_len)
     fixed = (plan.blocks_for(0) + sum(plan.window_blocks)) * plan.cache // plan.num_blocks
+    held = f"{plan.cache_tokens} tokens" if plan.full_groups else "requests of any length"
     each = f"{readable_bytes(estimate.token_bytes)} per token in {estimate.kv_format}"
     print(
         table(
@@ -225,7 +226,7 @@ def _print_estimate(config: EngineConfig, files: ModelFiles, model: ModelConfig)
                     f"{each}{f', {readable_bytes(fixed)} per request' if fixed else ''}; "
                     f"{readable_bytes(plan.cache)} in total",
                 ),
-                ("capacity", f"{plan.cache_tokens} tokens in {plan.num_blocks - 1} blocks of {config.block_size}"),
+                ("capacity", f"{held} in {plan.num_blocks - 1} blocks of {config.block_size}"),
                 ("", f"{full:.1f} sequences of the full {estimate.max_model_len} tokens"),
                 ("per step", f"at most {estimate.max_num_seqs} requests, {plan.step_tokens} tokens"),
             ],

@@ -87,7 +87,7 @@ def convolve(
 def _begin_states(states: States, rows: _Padded) -> torch.Tensor:
     """[rows, heads, value_dim, key_dim]: the states before the step's tokens; zeros where a row begins."""
     stored = states.read(STATE, rows.tables)
-    return torch.where((rows.begin > 0)[:, None, None, None], stored, 0.0)
+    return torch.where((rows.begin > 0)[:, None, None, None], stored, 0.0).transpose(-1, -2)
 
 
 def delta_net(projected: torch.Tensor, layer: DeltaNet, states: States, step: StepRows) -> torch.Tensor:
@@ -106,7 +106,7 @@ def delta_net(projected: torch.Tensor, layer: DeltaNet, states: States, step: St
         decay = layer.decay * F.softplus(rows.gather(a) + layer.dt_bias) * rows.real[:, :, None]
         scan = delta_net_chunks if q.shape[1] >= MIN_CHUNKED else delta_net_steps
         raw, after = scan(q * layer.key_dim**-0.5, k, v, decay, beta, _begin_states(states, rows))
-        states.write(STATE, rows.tables, after)
+        states.write(STATE, rows.tables, after.transpose(-1, -2))
         normed = raw * torch.rsqrt(raw.square().mean(-1, keepdim=True) + layer.eps) * layer.norm.float()
         gated = normed * F.silu(rows.gather(z)).unflatten(-1, (heads, layer.value_dim))
         out.index_copy_(0, rows.tokens.flatten(), gated.flatten(0, 1).to(out.dtype))
@@ -190,7 +190,7 @@ def mamba2(projected: torch.Tensor, layer: Mamba2, states: States, step: StepRow
         time = F.softplus(rows.gather(dt) + layer.dt_bias).clamp(*layer.dt_limit) * rows.real[:, :, None]
         scan = mamba2_chunks if x.shape[1] >= MIN_CHUNKED else mamba2_steps
         raw, after = scan(c, b, x * time[..., None], layer.decay * time, _begin_states(states, rows))
-        states.write(STATE, rows.tables, after)
+        states.write(STATE, rows.tables, after.transpose(-1, -2))
         raw = raw + layer.skip[:, None] * x
         out.index_copy_(0, rows.tokens.flatten(), raw.flatten(0, 1).to(out.dtype))
     return out[:tokens].flatten(1)

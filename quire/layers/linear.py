@@ -116,7 +116,7 @@ class Heads:
         """An equal share of both; if there are more ranks than KV heads, several ranks hold the same one."""
         config, ranks = build.config, build.ranks
         query = ranks.slice(config.num_heads, "attention heads")
-        return cls(range(query.start, query.stop), _kv_heads(config.num_kv_heads, ranks), config.head_dim)
+        return cls(range(query.start, query.stop), kv_heads_of(config.num_kv_heads, ranks), config.head_dim)
 
     @property
     def rows(self) -> slice:
@@ -129,7 +129,8 @@ class Heads:
         return slice(self.kv.start * self.dim, self.kv.stop * self.dim)
 
 
-def _kv_heads(total: int, ranks: Ranks) -> range:
+def kv_heads_of(total: int, ranks: Ranks) -> range:
+    """The rank's share of so many KV heads; if there are more ranks, several hold the same one."""
     if total >= ranks.tp_size:
         share = ranks.slice(total, "KV heads")
         return range(share.start, share.stop)

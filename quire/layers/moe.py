@@ -49,7 +49,7 @@ class Routing:
         """Read from the model's config; `width` is this family's name of that field."""
         # The number of experts has one of three names, depending on the program that wrote the file.
         count = positive_integer(config.raw, "num_experts", "num_local_experts", "n_routed_experts")
-        top_k = positive_integer(config.raw, "num_experts_per_tok")
+        top_k = positive_integer(config.raw, "num_experts_per_tok", "top_k_experts")
         if top_k > count:
             raise ValidationError(
                 f"the model's config sends each token to {top_k} experts (num_experts_per_tok) and has {count}",
@@ -122,10 +122,14 @@ class SparseMLP(nn.Module):
         places = None if exchanges else slots  # steps with exchanges are not padded
         weights, experts = self.ops.route(logits, routing.top_k, routing.renormalise, self.counts, places, self.rule)
         if self.dispatch is None:
-            return all_reduce(self._run(x, weights, experts), self.ranks)
+            return self.summed(x, weights, experts)
         if exchanges:
             return self.dispatch.exchange(x, weights, experts, self._run)
         return all_reduce(self._run(x, weights, self.dispatch.local_slots(experts)), self.ranks)
+
+    def summed(self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+        """The weighted sum of the chosen experts' outputs, where every rank has a part of each expert."""
+        return all_reduce(self._run(x, weights, experts), self.ranks)
 
     def _run(self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
         return self.ops.experts(x, weights, experts, self.gate_up, self.down, self.variant)

@@ -52,11 +52,22 @@ def kept_rows(starts: Sequence[int], keeps: Sequence[slice]) -> list[slice]:
     return [slice(start + keep.start, start + keep.stop) for start, keep in zip(starts, keeps, strict=True)]
 
 
-class _Recurrence(nn.Module):
+class Recurrence(nn.Module):
     """Weights that both kinds have: the convolution's, the decay, the bias of the time step."""
 
     group = 0
     """The cache group that the states are in."""
+    spec: DeltaNet | Mamba2
+
+    @property
+    def in_width(self) -> int:
+        """Features of the input product."""
+        return self.spec.in_width
+
+    @property
+    def shape(self) -> tuple[object, ...]:
+        """Equal for layers that the same kernels serve."""
+        return (type(self).__name__, *self.spec.sizes, tuple(self.conv.shape), self.conv.dtype)
 
     def __init__(
         self,
@@ -130,7 +141,7 @@ class DeltaNetHeads:
     def cache(self, taps: int, dtype: torch.dtype) -> StateCache:
         """What a row keeps on this rank. `dtype`: of the activations."""
         channels = 2 * _size(self.key_rows) + _size(self.value_rows)
-        return _cache(_size(self.value), (self.value_dim, self.key_dim), channels, taps, dtype)
+        return _cache(_size(self.value), (self.key_dim, self.value_dim), channels, taps, dtype)
 
     def qkvz_by_head(self, rows: torch.Tensor) -> torch.Tensor:
         """q | k | v | z of the rank's heads, from rows that are ordered by key head: its q, k, v and z."""
@@ -145,8 +156,10 @@ class DeltaNetHeads:
         return torch.cat([part.flatten(0, 1) for part in rows.unflatten(0, (-1, 2 * repeat)).split(repeat, dim=1)])
 
 
-class DeltaNetRecurrence(_Recurrence):
+class DeltaNetRecurrence(Recurrence):
     """Convolution, gates, gated delta rule and gated norm; see `DeltaNet`."""
+
+    spec: DeltaNet
 
     def __init__(self, build: BuildContext, heads: DeltaNetHeads, layer: int, taps: int) -> None:
         """`layer`: its index in the whole model."""
@@ -218,7 +231,7 @@ class Mamba2Heads:
     def cache(self, taps: int, dtype: torch.dtype) -> StateCache:
         """What a row keeps on this rank. `dtype`: of the activations."""
         channels = _size(self.inner) + 2 * _size(self.shared)
-        return _cache(_size(self.heads), (self.head_dim, self.state_dim), channels, taps, dtype)
+        return _cache(_size(self.heads), (self.state_dim, self.head_dim), channels, taps, dtype)
 
     def parts(self, name: str) -> list[FusedPart]:
         """The rank's rows of the input projection: z | x | B | C | dt."""
@@ -228,8 +241,10 @@ class Mamba2Heads:
         return [FusedPart(name, total, keep) for keep in (self.inner, *self.channels(self.inner_size), last)]
 
 
-class Mamba2Recurrence(_Recurrence):
+class Mamba2Recurrence(Recurrence):
     """Convolution, selective scan, gate and norm; see `Mamba2`."""
+
+    spec: Mamba2
 
     def __init__(
         self,

@@ -51,15 +51,16 @@ def rope_tables(build: BuildContext, unrotated: Collection[int] = ()) -> list[to
     return [None if layer in unrotated else of_layers[layer] for layer in range(config.num_layers)]
 
 
-def rope_table(build: BuildContext, rope: Mapping[str, Any] | None = None) -> torch.Tensor:
+def rope_table(build: BuildContext, rope: Mapping[str, Any] | None = None, head_dim: int | None = None) -> torch.Tensor:
     """[max_model_len, rotary_dim] float32: cosines of each position's angles, then their sines.
 
-    `rope`: parameters as in `config.rope`, if not those."""
+    `rope`: parameters as in `config.rope`, if not those; `head_dim`: of these layers, if not the config's."""
     config = build.config
     given = config.rope if rope is None else rope
+    part = 1.0 if given.get("rope_type") == "proportional" else given.get("partial_rotary_factor", 1.0)
     parameters = _Rope(
         kind=str(given.get("rope_type", "default")),
-        dim=int(config.head_dim * given.get("partial_rotary_factor", 1.0)),
+        dim=int((head_dim or config.head_dim) * part),
         base=float(given.get("rope_theta", 10000.0)),
         max_position=config.max_position,
         original_max_position=(
@@ -83,6 +84,13 @@ def _default(rope: _Rope) -> tuple[torch.Tensor, float]:
 
 def _linear(rope: _Rope) -> tuple[torch.Tensor, float]:
     return rope.frequencies() / rope.number("factor"), 1.0
+
+
+def _proportional(rope: _Rope) -> tuple[torch.Tensor, float]:
+    """Gemma 4: pairs over the whole head, of which only the first are rotated: the others have frequency 0."""
+    rotated = int(rope.given.get("partial_rotary_factor", 1.0) * rope.dim // 2)
+    frequencies = rope.frequencies() / float(rope.given.get("factor", 1.0))
+    return torch.where(torch.arange(len(frequencies)) < rotated, frequencies, 0.0), 1.0
 
 
 def _dynamic(rope: _Rope) -> tuple[torch.Tensor, float]:
@@ -165,6 +173,7 @@ def _longrope(rope: _Rope) -> tuple[torch.Tensor, float]:
 
 _KINDS: dict[str, Callable[[_Rope], tuple[torch.Tensor, float]]] = {
     "default": _default,
+    "proportional": _proportional,
     "linear": _linear,
     "dynamic": _dynamic,
     "yarn": _yarn,

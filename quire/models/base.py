@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 
-from quire.errors import ConfigError
+from quire.errors import ConfigError, UnsupportedModelError
 from quire.kernels.kv import LayerKV
 from quire.layers.attention.base import AttentionInputs, KVSpec
 from quire.layers.build_context import BuildContext
+from quire.loading.model_config import ModelConfig
 
 
 class CausalLM(Protocol):
@@ -32,7 +33,8 @@ class CausalLM(Protocol):
 
         tokens   [T] int64
         positions[T] int64
-        kv       for each layer of this stage, its cache [blocks, 2, kv_heads, block_size, head_dim]
+        kv       for each layer of this stage that keeps something, its cache: [blocks, 2, kv_heads, block_size,
+                 head_dim], [blocks, block_size, width] if it is latent, a `StateView` of a recurrent layer
         hidden   what the previous stage returned; may be overwritten. None on the first stage.
         """
         ...
@@ -47,7 +49,12 @@ class CausalLM(Protocol):
 
     @property
     def kv_shape(self) -> KVSpec:
-        """The cache this stage and rank needs."""
+        """The cache this stage and rank needs, if all layers keep the same.
+
+        A model whose layers differ has `caches` instead: what each layer of the whole model keeps on this rank
+        (`layers/caches.py`). If some layers keep nothing they are not listed, and `cache_stages` has the range of
+        `caches` of each pipeline stage.
+        """
         ...
 
 
@@ -69,3 +76,12 @@ def in_other_stage(name: str, prefix: str, build: BuildContext) -> bool:
         return False
     total = build.config.num_layers
     return int(number) < total and int(number) not in build.ranks.layers(total)
+
+
+def refuse_other_values(config: ModelConfig, implemented: Mapping[str, Any]) -> None:
+    """Raise if a field of the config, where it is given, has another value than the only one that is implemented."""
+    for name, value in implemented.items():
+        if (given := config.raw.get(name)) is not None and given != value:
+            raise UnsupportedModelError(
+                f"{config.architecture} with {name} = {given!r} is not implemented; only {value!r} is"
+            )

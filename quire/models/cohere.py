@@ -8,9 +8,20 @@ from __future__ import annotations
 
 from quire.layers.build_context import BuildContext
 from quire.layers.norm import LayerNorm
+from quire.models.base import refuse_other_values
 from quire.models.llama import LlamaForCausalLM, LlamaVariant
 from quire.models.plain_layers import ParallelLayer
 from quire.models.qk_norms import HeadNormAttention
+
+# Fields of the published configs, which transformers does not know.
+_IMPLEMENTED = {
+    "use_parallel_block": True,
+    "use_gated_activation": True,
+    "layer_norm_bias": False,
+    "position_embedding_type": "rope_gptj",
+    "order_of_interleaved_layers": "local_attn_first",
+    "layer_switch": 4,
+}
 
 
 def _norm(build: BuildContext, name: str, size: int) -> LayerNorm:
@@ -22,6 +33,7 @@ class CohereForCausalLM(LlamaForCausalLM):
 
     def __init__(self, build: BuildContext) -> None:
         config, raw = build.config, build.config.raw
+        refuse_other_values(config, _IMPLEMENTED)
         bias = bool(raw.get("attention_bias", False))
         is_second = raw.get("model_type") == "cohere2"
         unrotated = [layer for layer, window in enumerate(config.windows) if is_second and window is None]

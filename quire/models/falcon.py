@@ -19,7 +19,7 @@ from quire.layers.embedding import LMHead, VocabEmbedding
 from quire.layers.linear import FusedLinear, FusedPart, Heads, RowParallelLinear
 from quire.layers.norm import LayerNorm
 from quire.layers.rope import rope_table
-from quire.models.base import in_other_stage, stage_layers
+from quire.models.base import in_other_stage, refuse_other_values, stage_layers
 from quire.models.plain_layers import PlainMLP
 
 
@@ -114,6 +114,7 @@ class FalconForCausalLM(nn.Module):
         super().__init__()
         if build.config.raw.get("alibi"):
             raise UnsupportedModelError("Falcon with alibi = true is not implemented: only rotary positions are")
+        refuse_other_values(build.config, {"apply_residual_connection_post_layernorm": False})
         tied = build.config.tie_embeddings
         self.build = build
         self.transformer = FalconModel(build)

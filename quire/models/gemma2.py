@@ -50,7 +50,7 @@ class GemmaLayer(nn.Module):
         super().__init__()
         self.self_attn = (variant.attention or LlamaAttention)(build, variant, layer, cos_sin)
         self.mlp = variant.make_mlp(build, layer)
-        norm = partial(variant.make_norm, build)
+        norm = partial(ZeroCenteredRMSNorm, build, size=build.config.hidden_size)
         self.input_layernorm, self.post_attention_layernorm = norm("input_layernorm"), norm("post_attention_layernorm")
         self.pre_feedforward_layernorm = norm("pre_feedforward_layernorm")
         self.post_feedforward_layernorm = norm("post_feedforward_layernorm")

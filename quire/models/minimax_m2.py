@@ -11,6 +11,7 @@ from quire.kernels.routing import RouteRule
 from quire.layers.build_context import BuildContext
 from quire.layers.expert_weights import ONE_BY_ONE
 from quire.layers.moe import Routing, SparseMLP
+from quire.models.base import refuse_other_values
 from quire.models.llama import LlamaForCausalLM, LlamaVariant
 from quire.models.mixtral import PUBLISHED
 from quire.models.qk_norms import WideNormAttention
@@ -30,9 +31,7 @@ class MiniMaxM2ForCausalLM(LlamaForCausalLM):
 
     def __init__(self, build: BuildContext) -> None:
         raw = build.config.raw
-        for key, value in _FIXED.items():
-            if raw.get(key, value) != value:
-                raise UnsupportedModelError(f"MiniMax-M2 with {key} = {raw[key]!r} is not implemented; only {value!r}")
+        refuse_other_values(build.config, _FIXED)
         if any(kind != 1 for kind in raw.get("attn_type_list") or ()):
             raise UnsupportedModelError("MiniMax-M2 with linear attention in attn_type_list is not implemented")
         routing = Routing.from_config(build.config, "intermediate_size", renormalise=True)

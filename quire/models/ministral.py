@@ -9,6 +9,7 @@ from quire.kernels.kv import LayerKV
 from quire.layers.attention.base import AttentionInputs, LastTokens
 from quire.layers.build_context import BuildContext
 from quire.models.llama import LlamaAttention, LlamaForCausalLM, LlamaVariant
+from quire.models.mistral import MistralForCausalLM
 
 
 class PositionScaledAttention(LlamaAttention):
@@ -36,11 +37,8 @@ class PositionScaledAttention(LlamaAttention):
         return super().forward(qkv, positions, kv, inputs, last)
 
 
-class MinistralForCausalLM(LlamaForCausalLM):
+class MinistralForCausalLM(MistralForCausalLM):
     """Ministral 8B and its relatives."""
-
-    def __init__(self, build: BuildContext) -> None:
-        super().__init__(build, LlamaVariant())
 
 
 class Ministral3ForCausalLM(LlamaForCausalLM):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from quire.errors import UnsupportedModelError, ValidationError
+from quire.errors import ValidationError
 from quire.kernels.kv import LayerKV
 from quire.layers.attention.base import AttentionInputs, KVSpec
 from quire.layers.attention.layer import Attention
@@ -15,7 +15,7 @@ from quire.layers.build_context import BuildContext
 from quire.layers.embedding import LMHead, PositionEmbedding, VocabEmbedding
 from quire.layers.linear import Heads, QKVLinear, RowParallelLinear
 from quire.layers.norm import LayerNorm
-from quire.models.base import in_other_stage, stage_layers
+from quire.models.base import in_other_stage, refuse_other_values, stage_layers
 from quire.models.plain_layers import PlainMLP
 
 # The two rows before that of position 0 are left from a padding scheme.
@@ -144,16 +144,16 @@ class OPTForCausalLM(nn.Module):
 
 
 def _check(build: BuildContext) -> None:
-    config, raw = build.config, build.config.raw
-    implemented = {
-        "do_layer_norm_before": True,
-        "word_embed_proj_dim": config.hidden_size,
-        "layer_norm_elementwise_affine": True,
-        "_remove_final_layer_norm": False,
-    }
-    for name, value in implemented.items():
-        if raw.get(name, value) not in (None, value):
-            raise UnsupportedModelError(f"OPT with {name} = {raw[name]!r} is not implemented; only {value!r} is")
+    config = build.config
+    refuse_other_values(
+        config,
+        {
+            "do_layer_norm_before": True,
+            "word_embed_proj_dim": config.hidden_size,
+            "layer_norm_elementwise_affine": True,
+            "_remove_final_layer_norm": False,
+        },
+    )
     if build.max_model_len > config.max_position:
         raise ValidationError(
             f"max_model_len is {build.max_model_len}, but the model has learned {config.max_position} positions",

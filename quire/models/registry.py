@@ -22,6 +22,8 @@ _KNOWN = {
     "Gemma2ForCausalLM": "quire.models.gemma2.Gemma2ForCausalLM",
     "Gemma3ForCausalLM": "quire.models.gemma3.Gemma3ForCausalLM",
     "Gemma3ForConditionalGeneration": "quire.models.gemma3.Gemma3ForCausalLM",
+    "Gemma4ForCausalLM": "quire.models.gemma4.Gemma4ForCausalLM",
+    "Gemma4ForConditionalGeneration": "quire.models.gemma4.Gemma4ForCausalLM",
     "GptOssForCausalLM": "quire.models.gpt_oss.GptOssForCausalLM",
     "GraniteForCausalLM": "quire.models.granite.GraniteForCausalLM",
     "GraniteMoeForCausalLM": "quire.models.granite.GraniteMoeForCausalLM",

@@ -6,6 +6,7 @@ from torch import nn
 
 from quire.layers.build_context import BuildContext
 from quire.layers.norm import LayerNorm
+from quire.models.base import refuse_other_values
 from quire.models.llama import LlamaForCausalLM, LlamaVariant
 from quire.models.plain_layers import PlainMLP, PreNormLayer
 
@@ -17,6 +18,7 @@ class Starcoder2ForCausalLM(LlamaForCausalLM):
 
     def __init__(self, build: BuildContext) -> None:
         raw = build.config.raw
+        refuse_other_values(build.config, {"norm_type": "layer_norm", "mlp_type": "default"})
         bias = bool(raw.get("use_bias", True))
 
         def mlp(build: BuildContext, layer: int) -> nn.Module:

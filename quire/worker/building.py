@@ -109,13 +109,31 @@ def build_model(
         scheme=None if dense else find_scheme(config, files, model, on_cpu=platform.device.type == "cpu"),
     )
     if implementation(model.architecture, config.model_impl) == "transformers":
+        check_through_transformers(config, files, model)
         _warn_once(
             f"{model.architecture} runs through the transformers library, with quire's attention, matrices and cache: "
-            "slower than an implementation of quire's own, because its norms, rotations and activations are not fused"
+            "slower than an implementation of quire's own, which fuses more (docs/transformers-models.md)"
         )
     built: CausalLM = model_class(model.architecture, config.model_impl)(build)  # type: ignore[call-arg]
     create_weights(built, build)  # type: ignore[arg-type]
     return built
+
+
+def check_through_transformers(config: EngineConfig, files: ModelFiles, model: ModelConfig) -> None:
+    """Refuse what models that run through transformers cannot do here."""
+    if files.gguf is not None:
+        raise ConfigError(
+            f"{model.architecture} runs through transformers, and GGUF files need an implementation of quire's own: "
+            "use a checkpoint in safetensors",
+            "model_impl",
+            config.model_impl,
+        )
+    if config.batch_invariant:
+        raise ConfigError(
+            f"{model.architecture} runs through transformers, whose own layers are not batch-invariant",
+            "batch_invariant",
+            True,
+        )
 
 
 def ignored_tensors(model: CausalLM) -> Callable[[str], bool]:

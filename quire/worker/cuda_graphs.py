@@ -26,12 +26,12 @@ from quire.messages.plan import StepPlan
 from quire.models.base import CausalLM
 from quire.worker.cuda_batch import CudaBatch
 from quire.worker.extras import RowKind
-from quire.worker.mixed_steps import MixedShape, pad_plan, shape_of
+from quire.worker.mixed_steps import TOKENS, MixedShape, pad_plan, shape_of
 from quire.worker.paths import DecodeShape, PathOutput, StepPath, forward, require_single_query
 
 WARM_DECODES = 16
 WARM_TOKENS = (64, 512)
-"""Prompt tokens of the mixed steps that are captured at start: together they load every kernel."""
+"""Prompt tokens of the mixed steps with decodes that are captured at start: together they load every kernel."""
 _spare_streams: dict[int, list[torch.cuda.Stream]] = {}
 """By device, streams that earlier engines captured on: cuBLAS keeps 32 MiB for every stream it was ever used on."""
 
@@ -226,9 +226,11 @@ class CapturedMixedPath(_CapturedPath):
 
     @torch.inference_mode()
     def capture_some(self) -> None:
-        """Capture a few shapes; others are captured when first needed, with kernels that are loaded here."""
-        for tokens, is_long in itertools.product(WARM_TOKENS, (False, True)):
-            shape = MixedShape(WARM_DECODES, tokens, is_long, grouped=False)
+        """Capture a few shapes, and all of a prompt alone, so that the first request does not wait for it. Others are
+        captured when first needed, with kernels that are loaded here."""
+        some = [(WARM_DECODES, tokens, is_long) for tokens, is_long in itertools.product(WARM_TOKENS, (False, True))]
+        for decodes, tokens, is_long in [*some, *((0, tokens, False) for tokens in TOKENS)]:
+            shape = MixedShape(decodes, tokens, is_long, grouped=False)
             if self._lay_out_padding(shape):
                 self._capture(shape)
 

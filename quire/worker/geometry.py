@@ -68,7 +68,7 @@ class CacheGeometry:
     @property
     def is_uniform(self) -> bool:
         """Whether the layers are alike and fill the pages of one group: a cache is one tensor then."""
-        first = self.caches[0]
+        first = self.caches[0] if self.caches else None
         if len(self.groups) > 1 or not isinstance(first, AttentionCache) or len(set(self.caches)) > 1:
             return False
         each = first.format.layer_bytes(first.kv_heads, self.block_size, first.head_dim)

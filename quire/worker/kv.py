@@ -20,17 +20,6 @@ COPY_BYTES = 64 << 20
 """Blocks are copied through a temporary of at most about this size: states have many blocks."""
 
 
-def block_bytes(spec: KVSpec, block_size: int, format: KVFormat) -> int:
-    """Bytes one block takes over all layers of this rank, its token ids included."""
-    return plain_geometry(spec, block_size, format).block_bytes
-
-
-def stored_bytes(spec: KVSpec, block_size: int, format: KVFormat) -> int:
-    """Bytes of a block in other tiers: keys, values and their scales. Its token ids come with the plan that moves it
-    back."""
-    return plain_geometry(spec, block_size, format).page_bytes
-
-
 class KVCache:
     """The caches of all layers, and token ids. `data` is what copies of blocks move; `layers` is what layers see.
 
@@ -56,7 +45,7 @@ class KVCache:
         self.num_blocks = num_blocks
         # Zeros, because a masked slot is still multiplied by zero, and garbage could be NaN.
         memory = MemoryArena(device)
-        first = geometry.caches[0]
+        first = next(iter(geometry.caches), None)
         if geometry.is_uniform and isinstance(first, AttentionCache) and first.format.codes is None:
             shape = (2, first.kv_heads, self.block_size, first.head_dim)
             self.data = memory.zeros((num_blocks, len(geometry.caches), *shape), first.format.dtype)
@@ -66,6 +55,8 @@ class KVCache:
         """What each layer sees: [blocks, 2, kv_heads, block_size, head_dim] of attention (`LayerKV`), [blocks,
         block_size, width] of latent attention, a `StateView` of a recurrent layer."""
         pages = self.data.flatten(1).view(torch.uint8)
+        # Copies by index move an element at a time: large ones.
+        self._words = pages if pages.shape[1] % 8 else pages.view(torch.int64)
         mixed = len({getattr(cache, "format", None) for cache in geometry.caches if not _is_shared(cache)}) > 1
         for cache, place in zip(geometry.caches, geometry.places, strict=True):
             if isinstance(place, StatePlaces):
@@ -89,7 +80,7 @@ class KVCache:
         numbers = numbers.to(self.data.device, non_blocking=True)
         for part in [numbers] if chained else numbers.split(most):
             sources, targets = part.unbind(1)
-            self.data[targets] = self.data[sources]
+            self._words[targets] = self._words[sources]
             if self.has_tokens:
                 self.tokens[targets] = self.tokens[sources]
 

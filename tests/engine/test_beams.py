@@ -53,7 +53,7 @@ def engine(llama: Model) -> Iterator[Callable[..., LLM]]:
         llm.shutdown()
 
 
-@pytest.mark.parametrize("name", ["qwen2", "qwen3", "mistral-window", "gpt2", "gpt-neox"])
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "mistral-window", "gpt2", "gpt-neox", "deepseek-v3"])
 def test_every_architecture(name: str, engine: Callable[..., LLM], tmp_path: Path) -> None:
     model = zoo_model(tmp_path, name)
     llm = engine(model)

@@ -1,7 +1,7 @@
 """Every kind of cache (all tokens, windows, latent vectors, recurrent states) with everything that moves, shares or
 drops pages: the tokens of transformers each time, and hit counts that prove that the cache was used.
 
-The long cases (storms of sessions over tiers, ranks) carry the marker `slow`: `make cache-kinds`.
+The long cases (storms of sessions over tiers, ranks, other processes) carry the marker `slow`: `make cache-kinds`.
 """
 
 from __future__ import annotations

@@ -50,16 +50,14 @@ def random_mamba2(
 
 def random_inputs(layer: DeltaNet | Mamba2, tokens: int, dtype: torch.dtype) -> torch.Tensor:
     """What the input product gives."""
-    heads = 2 * layer.value_heads if isinstance(layer, DeltaNet) else layer.heads
-    width = layer.channels + layer.width + heads
-    return torch.randn(tokens, width, device=layer.conv.device).to(dtype)
+    return torch.randn(tokens, layer.in_width, device=layer.conv.device).to(dtype)
 
 
 def state_parts(layer: DeltaNet | Mamba2, dtype: torch.dtype, queries: int = 1) -> tuple[StatePart, StatePart]:
     if isinstance(layer, DeltaNet):
-        heads, shape = layer.value_heads, (layer.value_dim, layer.key_dim)
+        heads, shape = layer.value_heads, (layer.key_dim, layer.value_dim)
     else:
-        heads, shape = layer.heads, (layer.head_dim, layer.state_dim)
+        heads, shape = layer.heads, (layer.state_dim, layer.head_dim)
     piece = math.gcd(*shape)
     ring = (len(layer.conv) - 1 + queries, piece)
     return StatePart(heads, shape, torch.float32), StatePart(layer.channels // piece, ring, dtype)

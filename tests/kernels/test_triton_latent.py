@@ -77,7 +77,7 @@ class Case:
 CASES: list[tuple[list[int], list[int], int, LatentShape, int]] = [
     ([5], [1], 4, SMALL, 16),
     ([70, 1, 0, 33], [1, 1, 1, 1], 4, SMALL, 16),
-    ([90, 3], [1, 1], 20, SMALL, 8),
+    ([50, 3], [1, 1], 20, SMALL, 8),
     ([17, 40], [17, 40], 4, SMALL, 16),  # prompts
     ([40, 64, 35, 50], [1, 1, 35, 17], 6, SMALL, 16),  # decodes, a whole prompt, a chunk
 ]
@@ -123,22 +123,40 @@ def test_prompts_with_known_contexts(earlier: list[int], monkeypatch: pytest.Mon
     case.check(backend.attend(case.q, case.latent, case.kv, case.up, case.inputs, case.scale))
 
 
+def decoded(case: Case, kernel: LatentDecode, queries: int) -> torch.Tensor:
+    """The case through the decode kernel, whose rows all have `queries` tokens."""
+    case.inputs.num_decodes = 0
+    inputs, rows, count, nope = case.inputs, case.inputs.rows, len(case.lens), case.shape.nope
+    assert rows is not None
+    plan = kernel.plan(inputs.context_lens, rows, count)
+    absorbed = absorb(case.q, case.up, nope)
+    kernel.attend(case.q, absorbed, case.kv, inputs.block_tables, rows, inputs.context_lens, plan, case.scale)
+    out = torch.full((count * queries, case.heads * case.shape.value), float("nan"), dtype=HALF, device=DEVICE)
+    values_of_rows(absorbed, case.up, out, inputs.context_lens, plan, kernel, nope, count)
+    return out
+
+
 @pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("queries, heads", [(1, 16), (3, 5), (8, 12)])
+@pytest.mark.parametrize("queries, heads", [(1, 16), (3, 5), (8, 10)])
 def test_several_queries_a_row(queries: int, heads: int, transposed: bool) -> None:
-    lens = [60, queries, 17, 40]
+    lens = [40, queries, 17, 33]
     case = Case(lens, [queries] * 4, heads, SMALL, 16, HALF)
     tile = LatentTile(64 if ON_GPU else 16, 4, 1, 2, transposed)
     kernel = LatentDecode(heads, SMALL.nope, SMALL.rank, SMALL.rope, 8, HALF, torch.device(DEVICE), queries, tile)
-    case.inputs.num_decodes = 0
-    inputs, rows = case.inputs, case.inputs.rows
-    assert rows is not None
-    plan = kernel.plan(inputs.context_lens, rows, 4)
-    absorbed = absorb(case.q, case.up, SMALL.nope)
-    kernel.attend(case.q, absorbed, case.kv, inputs.block_tables, rows, inputs.context_lens, plan, case.scale)
-    out = torch.full((4 * queries, heads * SMALL.value), float("nan"), dtype=HALF, device=DEVICE)
-    values_of_rows(absorbed, case.up, out, inputs.context_lens, plan, kernel, SMALL.nope, 4)
-    case.check(out)
+    case.check(decoded(case, kernel, queries))
+
+
+@pytest.mark.skipif(not ON_GPU or torch.cuda.get_device_capability()[0] != 9, reason="Gluon has no interpreter")
+@pytest.mark.parametrize("queries, heads", [(1, 128), (1, 40), (1, 16), (2, 16), (3, 8), (8, 128)])
+def test_the_kernels_for_hopper(queries: int, heads: int) -> None:
+    lens = [4000, queries, 700, 1024]
+    case = Case(lens, [queries] * 4, heads, DEEPSEEK, 16, HALF)
+    tile = LatentTile(64, 8, 2, gluon=True)
+    if heads * queries <= 32:
+        tile = LatentTile(64, 4, 2, transposed=True, gluon=True)
+    kernel = LatentDecode(heads, 128, 512, 64, 8, HALF, torch.device(DEVICE), queries, tile)
+    for _ in range(2):
+        case.check(decoded(case, kernel, queries))
 
 
 @pytest.mark.parametrize("interleaved", [False, True])

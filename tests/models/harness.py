@@ -40,6 +40,9 @@ def random_reference(config: PretrainedConfig, seed: int = 0) -> Any:
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
+    for name, buffer in model.named_buffers():
+        if name.endswith("layer_scalar"):
+            buffer.fill_(0.7)
     model.tie_weights()
     return model
 

@@ -227,7 +227,7 @@ def test_empty_models_declare_the_caches_of_all_layers() -> None:
     config = model_config(random_reference(HYBRIDS["qwen3-next"]))
     whole, half = (empty_model(config, Ranks(tp_size=size), 128) for size in (1, 2))
     state, ring = whole.caches[0].parts
-    assert (state.count, state.shape, ring.count, ring.shape) == (4, (16, 8), 12, (4, 8))
+    assert (state.count, state.shape, ring.count, ring.shape) == (4, (8, 16), 12, (4, 8))
     assert [part.count for part in half.caches[0].parts] == [2, 6]
     assert (whole.caches[3].kv_heads, half.caches[3].kv_heads) == (2, 1)
 

@@ -42,6 +42,8 @@ SPLITTABLE = [
     "gpt-oss",
     "gemma-2",
     "gemma-3",
+    "gemma-4-shared",
+    "gemma-4-mixture",
 ]
 SPLITTABLE += ["deepseek-v2-lite", "deepseek-v3"]
 FOUR_HEADS = {"gpt-neox": {"num_attention_heads": 4}, "gpt2": {"n_head": 4}}

@@ -7,6 +7,7 @@ import copy
 import threading
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from transformers import (
     Exaone4Config,
     FalconH1Config,
     GlmConfig,
+    HunYuanDenseV1Config,
     Lfm2Config,
     Llama4TextConfig,
     LlamaConfig,
@@ -38,6 +40,7 @@ from transformers import (
 )
 
 from quire import LLM, SamplingParams
+from quire.config import EngineConfig
 from quire.distributed.groups import Ranks
 from quire.errors import ConfigError, UnsupportedModelError
 from quire.layers.build_context import collect_targets
@@ -116,6 +119,18 @@ def test_a_prompt_in_chunks_and_rows_that_share_steps(name: str) -> None:
 
     for row, logits in mixed(ours, PROMPTS, budget).items():
         assert_same(logits, reference_logits(reference, PROMPTS[row]))
+
+
+DEFERRED = {"exaone4": True, "dots1": True, "phi": True, "cohere2": False, "hunyuan": False}
+"""Whether attention rotates: not if neighbours are paired (Cohere), or a norm follows the rotation (HunYuan)."""
+
+
+@pytest.mark.parametrize("name", DEFERRED)
+def test_attention_rotates_only_where_that_is_the_same(name: str) -> None:
+    reference = random_reference({**ZOO, "hunyuan": _config(HunYuanDenseV1Config, head_dim=8)}[name])
+    ours = loaded_model(reference, impl="transformers")
+    assert_same(in_chunks(ours, PROMPTS["short"], 6), reference_logits(reference, PROMPTS["short"]))
+    assert ("forward" in vars(ours.calls[0].module)) == DEFERRED[name]
 
 
 @pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": True, "attention_bias": True}])
@@ -277,6 +292,16 @@ def test_parallelism_that_is_refused() -> None:
         empty(ZOO["stablelm"], "StableLmForCausalLM", Ranks(tp_size=2))
     with pytest.raises(ConfigError, match="pipeline"):
         empty(ZOO["stablelm"], "StableLmForCausalLM", Ranks(pp_size=2))
+
+
+def test_settings_that_are_refused() -> None:
+    from quire.worker.building import check_through_transformers
+
+    model, folder, file = (SimpleNamespace(**each) for each in ({"architecture": "A"}, {"gguf": None}, {"gguf": "a"}))
+    with pytest.raises(ConfigError, match="batch-invariant"):
+        check_through_transformers(EngineConfig(batch_invariant=True), folder, model)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="GGUF"):
+        check_through_transformers(EngineConfig(), file, model)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("way", ["neighbour", "place"])

@@ -9,6 +9,7 @@ from transformers import (
     DeepseekV3Config,
     Gemma2Config,
     Gemma3TextConfig,
+    Gemma4TextConfig,
     GPT2Config,
     GPTNeoXConfig,
     GptOssConfig,
@@ -89,6 +90,29 @@ def _latent(kind: type[PretrainedConfig], **changes: Any) -> PretrainedConfig:
     return _llama_like(kind, **(shape | changes))
 
 
+def _gemma4(**changes: Any) -> PretrainedConfig:
+    layers = changes.get("num_hidden_layers", 4)
+    shape: dict[str, Any] = {
+        "num_hidden_layers": layers,
+        "head_dim": 8,
+        "global_head_dim": 16,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+        "hidden_size_per_layer_input": 0,
+        "vocab_size_per_layer_input": 97,
+        "sliding_window": 6,
+        "final_logit_softcapping": 4.0,
+        "layer_types": [
+            "full_attention" if i % 3 == 2 or i == layers - 1 else "sliding_attention" for i in range(layers)
+        ],
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+            "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.5, "rope_theta": 900.0},
+        },
+    }
+    return _llama_like(Gemma4TextConfig, **(shape | changes))
+
+
 def _scaled(**rope: Any) -> PretrainedConfig:
     return _llama_like(LlamaConfig, rope_parameters={"rope_theta": 500.0, **rope})
 
@@ -164,6 +188,17 @@ ZOO: dict[str, PretrainedConfig] = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
             "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 900.0},
         },
+    ),
+    "gemma-4": _gemma4(),
+    "gemma-4-shared": _gemma4(
+        num_hidden_layers=6,
+        num_kv_shared_layers=3,
+        use_double_wide_mlp=True,
+        hidden_size_per_layer_input=12,
+        attention_k_eq_v=False,
+    ),
+    "gemma-4-mixture": _gemma4(
+        attention_k_eq_v=False, enable_moe_block=True, num_experts=6, top_k_experts=2, moe_intermediate_size=20
     ),
     "gpt-oss": _llama_like(
         GptOssConfig,

@@ -192,7 +192,8 @@ class TritonOps(TorchOps):
             copy = torch.empty(weight.shape, dtype=weight.dtype, device="meta")  # it may get one once it is loaded
             dense = self.kernels_of(copy, normed, gated, bias, max_rows)
             return [*found, *(kernel for kernel in dense if getattr(kernel, "rows", 0) >= COPY_MIN_ROWS)]
-        fused = (["norm_silu_linear", "silu_linear"] if gated else ["norm_linear"]) if normed else []
+        fused = ["norm_silu_linear", "silu_linear"] if gated else ["norm_linear"]
+        fused = fused if normed else fused[1:]
         kinds = [*fused, "linear"]
         n, k = weight.shape
 

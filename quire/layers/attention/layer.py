@@ -62,6 +62,8 @@ class Attention(nn.Module):
         scale = heads.dim**-0.5 if scale is None else scale
         self.spec = AttentionSpec(scale, build.config.windows[layer], soft_cap, sinks)
         self.group = 0
+        self.writes = True
+        """Whether it writes keys and values: not where it reads another layer's cache."""
 
     kv_scales: torch.Tensor | None
 
@@ -84,13 +86,14 @@ class Attention(nn.Module):
         inputs = inputs.of(self.group)
         attended = inputs if last is None else last.inputs.of(self.group)
         self.backend.prepare(self.num_heads, kv, attended, self.spec)
+        slots = inputs.slots if self.writes else torch.zeros_like(inputs.slots)  # the null block's
         q = self.ops.prepare_qkv(
             qkv,
             positions,
             self.cos_sin,
             self.norms,
             kv,
-            inputs.slots,
+            slots,
             self.num_heads,
             self.num_kv_heads,
             self.head_dim,

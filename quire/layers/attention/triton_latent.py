@@ -146,8 +146,12 @@ class TritonLatentAttention:
         ends = list(itertools.accumulate(counts))
         total, device = ends[-1], kv.device
         size = max(MIN_PIECE, PIECE_BYTES // (self._heads * (self._shape.nope + self._shape.value) * kv.element_size()))
+        pad = [0] * (-inputs.num_rows % 16)  # kernels are compiled for aligned pointers
         spans = [
-            [[0] * first + [min(max(place - begin, 0), size) for place in places] for places in ([0, *ends[:-1]], ends)]
+            [
+                [0] * first + [min(max(place - begin, 0), size) for place in places] + pad
+                for places in ([0, *ends[:-1]], ends)
+            ]
             for begin in range(0, total, size)
         ]
         numbers = _upload([*counts, *(e - c for e, c in zip(ends, counts, strict=True))], device)

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -50,6 +51,8 @@ class LatentTile:
     """Tokens are the rows of the products, heads their columns."""
     min_tiles: int = 1
     """Tiles per program, at least."""
+    gluon: bool = False
+    """A kernel of `hopper.py`: 64 tokens, 2 stages, 8 warps (4 if transposed)."""
 
 
 @functools.cache
@@ -60,7 +63,7 @@ def latent_tile(query_rows: int, itemsize: int) -> LatentTile:
     if itemsize == 4:
         return LatentTile(16, 4, 2)
     if query_rows <= 16:
-        return LatentTile(32, 4, 5, 2)
+        return LatentTile(32, 4, 5, 2, min_tiles=2)
     if query_rows <= 32:
         return LatentTile(32, 8, 5, transposed=True)
     return LatentTile(32, 8, 5)
@@ -281,7 +284,7 @@ class LatentDecode:
         self._planned = -(-self.programs // PLANNED_AT_ONCE) * PLANNED_AT_ONCE
         self.partial = torch.empty(2 * self.programs * own * rank, dtype=torch.float32, device=device)
         self.stats = torch.empty(2 * self.programs * own * 2, dtype=torch.float32, device=device)
-        self._constants = dict(
+        self._constants: dict[str, Any] = dict(
             HEADS=heads, EACH=self.each, QUERIES=queries, M=max(16, triton.next_power_of_2(own)), NOPE=nope, RANK=rank,
             RANK_P2=max(16, triton.next_power_of_2(rank)), ROPE=rope, ROPE_P2=max(16, triton.next_power_of_2(rope)),
             TILE=self.tile.tokens, TRANSPOSED=self.tile.transposed,
@@ -306,7 +309,16 @@ class LatentDecode:
     ) -> None:  # fmt: skip
         """Attention of the rows' tokens in q [*, heads, nope + rope] and absorbed [*, heads, rank] (contiguous), row
         after row: whole results into `absorbed`, others into the workspace. `values_of_rows` reads both."""
-        _decode[(self.programs,)](
+        kernel: Any = _decode
+        constants = self._constants
+        if self.tile.gluon:
+            from quire.kernels.triton.latent import hopper
+
+            kernel = hopper._few_heads if self.tile.transposed else hopper._many_heads
+            unused = {"RANK", "RANK_P2", "ROPE", "ROPE_P2", "TILE", "TRANSPOSED", "PRECISION", "STAGES"}
+            unused |= set() if self.tile.transposed else {"M"}
+            constants = {name: value for name, value in constants.items() if name not in unused}
+        kernel[(self.programs,)](
             q, absorbed, kv, tables, rows, lens, plan.ranges, self.partial, self.stats, scale * LOG2_E, q.stride(0),
-            q.stride(1), kv.stride(0), tables.stride(0), BLOCK=kv.shape[1], **self._constants,
+            q.stride(1), kv.stride(0), tables.stride(0), BLOCK=kv.shape[1], **constants,
         )  # fmt: skip

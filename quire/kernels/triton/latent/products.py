@@ -5,7 +5,7 @@ tokens, the inputs once for every tile of outputs. Operations: 2 * nope * rank (
 Results of latent attention that are in parts are merged while they are read.
 """
 
-# ruff: noqa: N803, N806
+# ruff: noqa: N803
 
 from __future__ import annotations
 
@@ -60,81 +60,146 @@ def _load_values(up, head, column, k, stride_up, NOPE: tl.constexpr, VALUE: tl.c
     return tl.load(at, mask=(column < VALUE) & (k < RANK)[:, None], other=0.0)
 
 
-@triton.jit(do_not_specialize=["tokens"])
-def _values_of_rows(
-    latents, up, out, lens, plan, begins, partial, stats, tokens, stride_up,
+@triton.jit
+def _parts(lens, plan, begins, row, head, EACH: tl.constexpr, TILE: tl.constexpr):
+    """(first, last): the programs that computed parts of this row and head; equal if one computed it alone."""
+    each = tl.load(plan)
+    tiles = (tl.load(lens + row) + TILE - 1) // TILE
+    begin = tl.load(begins + row) + head // EACH * tiles
+    return begin // each, (begin + tl.maximum(tiles, 1) - 1) // each
+
+
+@triton.jit
+def _merged(partial, stats, first, last, own, d, OWN: tl.constexpr, RANK: tl.constexpr, PARTS: tl.constexpr):
+    """The merged parts [RANK_P2] of one query and head, which is line `own` of each; d: 0 to RANK_P2.
+
+    PARTS of them are loaded at once: one after another, each would cost a round trip to L2.
+    """
+    best = tl.full([1], float("-inf"), tl.float32)
+    weight = tl.zeros([1], tl.float32)
+    total = tl.zeros([d.shape[0]], tl.float32)
+    for start in range(first, last + 1, PARTS):
+        part = start + tl.arange(0, PARTS)
+        there = part <= last
+        line = (part * 2 + (part == first).to(tl.int32)) * OWN + own
+        high = tl.load(stats + line * 2, mask=there, other=float("-inf"))
+        mass = tl.load(stats + line * 2 + 1, mask=there, other=0.0)
+        at = partial + line.to(tl.int64)[:, None] * RANK + d[None, :]
+        values = tl.load(at, mask=there[:, None] & (d < RANK)[None, :], other=0.0)
+        higher = tl.maximum(best, tl.max(high, 0))
+        safe = tl.where(higher == float("-inf"), 0.0, higher)
+        keep = tl.exp2(best - safe)
+        share = tl.exp2(high - safe)
+        weight = weight * keep + tl.sum(share * mass, 0)
+        total = total * keep + tl.sum(share[:, None] * values, 0)
+        best = higher
+    return total / tl.where(weight == 0.0, 1.0, weight)
+
+
+@triton.jit
+def _values_of_few(
+    latents, up, out, lens, plan, begins, partial, stats, stride_up,
     HEADS: tl.constexpr, EACH: tl.constexpr, QUERIES: tl.constexpr, TILE: tl.constexpr, NOPE: tl.constexpr,
-    VALUE: tl.constexpr, RANK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    PRECISION: tl.constexpr, PDL: tl.constexpr,
+    VALUE: tl.constexpr, RANK: tl.constexpr, RANK_P2: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    OWN: tl.constexpr = EACH * QUERIES
+    """One token and head: parts merged, then multiplied on the float32 units: the time is that of reading weights."""
     head = tl.program_id(0) % HEADS
-    column = tl.program_id(0) // HEADS * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-    token = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    inside = token < tokens
-    row = token // QUERIES
+    column = tl.program_id(0) // HEADS * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
+    token = tl.program_id(1)
+    d = tl.arange(0, RANK_P2)
+    weight = tl.load(up + head.to(tl.int64) * stride_up + (NOPE + column) * RANK + d[None, :],
+                     mask=(column < VALUE) & (d < RANK)[None, :], other=0.0)  # fmt: skip
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    # The programs that computed parts of this row and head tile, and the place of their parts.
-    each = tl.load(plan)
-    length = tl.load(lens + row, mask=inside, other=0)
-    tiles = (length + TILE - 1) // TILE
-    begin = tl.load(begins + row, mask=inside, other=0) + head // EACH * tiles
-    first = begin // each
-    last = (begin + tl.maximum(tiles, 1) - 1) // each
-    split = (first < last) & (length > 0)
-    whole = (first == last) & (length > 0)
-    parts = tl.where(split, last - first + 1, 0)
-    most = tl.max(parts, 0)
-    own = token % QUERIES * EACH + head % EACH
-    best = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    weight = tl.zeros([BLOCK_M], tl.float32)
-    for part in range(most):
-        there = part < parts
-        line = ((first + part) * 2 + (part == 0)) * OWN + own
-        high = tl.load(stats + line * 2, mask=there, other=float("-inf"))
-        mass = tl.load(stats + line * 2 + 1, mask=there, other=0.0)
-        higher = tl.maximum(best, high)
-        safe = tl.where(higher == float("-inf"), 0.0, higher)
-        weight = weight * tl.exp2(best - safe) + mass * tl.exp2(high - safe)
-        best = higher
-    safe = tl.where(best == float("-inf"), 0.0, best)
-    share = 1.0 / tl.where(weight == 0.0, 1.0, weight)
+    first, last = _parts(lens, plan, begins, token // QUERIES, head, EACH, TILE)
+    if first == last:
+        x = tl.load(latents + (token.to(tl.int64) * HEADS + head) * RANK + d, mask=d < RANK, other=0.0).to(tl.float32)
+    else:
+        own = token % QUERIES * EACH + head % EACH
+        x = _merged(partial, stats, first, last, own, d, EACH * QUERIES, RANK, PARTS)
+        x = x.to(latents.dtype.element_ty).to(tl.float32)
+    product = tl.sum(weight.to(tl.float32) * x[None, :], 1)
+    at = tl.program_id(0) // HEADS * BLOCK_N + tl.arange(0, BLOCK_N)
+    line = out + (token.to(tl.int64) * HEADS + head) * VALUE
+    tl.store(line + at, product.to(out.dtype.element_ty), mask=at < VALUE)
+
+
+@triton.jit
+def _merge(
+    latents, lens, plan, begins, partial, stats,
+    HEADS: tl.constexpr, EACH: tl.constexpr, QUERIES: tl.constexpr, TILE: tl.constexpr, RANK: tl.constexpr,
+    RANK_P2: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One token and head: its parts merged into `latents`, if there are several."""
+    head = tl.program_id(0) % HEADS
+    token = tl.program_id(0) // HEADS
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    first, last = _parts(lens, plan, begins, token // QUERIES, head, EACH, TILE)
+    if first < last:
+        d = tl.arange(0, RANK_P2)
+        own = token % QUERIES * EACH + head % EACH
+        x = _merged(partial, stats, first, last, own, d, EACH * QUERIES, RANK, PARTS)
+        at = latents + (token.to(tl.int64) * HEADS + head) * RANK + d
+        tl.store(at, x.to(latents.dtype.element_ty), mask=d < RANK)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _values(
+    latents, up, out, tokens, stride_up,
+    HEADS: tl.constexpr, NOPE: tl.constexpr, VALUE: tl.constexpr, RANK: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(0) % HEADS
+    column = tl.program_id(0) // HEADS * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    token = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    line = token.to(tl.int64) * HEADS + head
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for start in range(0, RANK, BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
-        in_rank = (k < RANK)[None, :]
-        at = latents + (token.to(tl.int64) * HEADS + head)[:, None] * RANK + k[None, :]
-        x = tl.load(at, mask=whole[:, None] & in_rank, other=0.0)
-        if most > 0:
-            merged = tl.zeros([BLOCK_M, BLOCK_K], tl.float32)
-            for part in range(most):
-                there = part < parts
-                line = ((first + part) * 2 + (part == 0)) * OWN + own
-                high = tl.load(stats + line * 2, mask=there, other=float("-inf"))
-                values = tl.load(partial + line.to(tl.int64)[:, None] * RANK + k[None, :],
-                                 mask=there[:, None] & in_rank, other=0.0)  # fmt: skip
-                merged += values * (tl.exp2(high - safe) * share)[:, None]
-            x = tl.where(split[:, None], merged.to(x.dtype), x)
+        inside = (token < tokens)[:, None] & (k < RANK)[None, :]
+        x = tl.load(latents + line[:, None] * RANK + k[None, :], mask=inside, other=0.0)
         w = _load_values(up, head, column, k, stride_up, NOPE, VALUE, RANK)
         total = tl.dot(x, w, total, input_precision=PRECISION)
-    at = out + (token.to(tl.int64) * HEADS + head)[:, None] * VALUE + column
-    tl.store(at, total.to(out.dtype.element_ty), mask=inside[:, None] & (column < VALUE))
+    at = out + line[:, None] * VALUE + column
+    tl.store(at, total.to(out.dtype.element_ty), mask=(token < tokens)[:, None] & (column < VALUE))
+
+
+FEW_TOKENS = 16
+"""Up to this many tokens parts are merged where they are multiplied, by each of a head's programs."""
 
 
 def values_of_rows(
     latents: torch.Tensor, up: torch.Tensor, out: torch.Tensor, lens: torch.Tensor, plan: DecodePlan,
     kernel: LatentDecode, nope: int, num_rows: int,
 ) -> None:  # fmt: skip
-    """What `LatentDecode.attend` left, merged and multiplied with the heads' values, into out [*, heads * value]."""
+    """What `LatentDecode.attend` left, merged and multiplied with the heads' values, into out [*, heads * value]. Of
+    rows of length 0: anything."""
     _, heads, rank = latents.shape
     value, tokens = up.shape[1] - nope, num_rows * kernel.queries
-    block_n = 32 if tokens <= 16 else 128
-    _values_of_rows[(heads * triton.cdiv(value, block_n), triton.cdiv(tokens, 16))](
-        latents, up, out, lens, plan.ranges, plan.begins, kernel.partial, kernel.stats, tokens, up.stride(0),
-        HEADS=heads, EACH=kernel.each, QUERIES=kernel.queries, TILE=kernel.tile.tokens, NOPE=nope, VALUE=value,
-        RANK=rank, BLOCK_M=16, BLOCK_N=block_n, BLOCK_K=128, PRECISION=_precision(out), num_warps=4, **pdl(),
+    parts = (lens, plan.ranges, plan.begins, kernel.partial, kernel.stats)
+    merging = dict(
+        HEADS=heads, EACH=kernel.each, QUERIES=kernel.queries, TILE=kernel.tile.tokens, RANK=rank,
+        RANK_P2=triton.next_power_of_2(rank), num_warps=4, **pdl(),
+    )  # fmt: skip
+    if tokens <= FEW_TOKENS:
+        block_n = 16
+        _values_of_few[(heads * triton.cdiv(value, block_n), tokens)](
+            latents, up, out, *parts, up.stride(0), NOPE=nope, VALUE=value, BLOCK_N=block_n, PARTS=16, **merging
+        )
+        return
+    _merge[(tokens * heads,)](latents, *parts, PARTS=8, **merging)
+    block_m = 16 if tokens <= 32 else 32 if tokens <= 128 else 64
+    block_n = 32 if tokens <= 128 else 64
+    _values[(heads * triton.cdiv(value, block_n), triton.cdiv(tokens, block_m))](
+        latents, up, out, tokens, up.stride(0), HEADS=heads, NOPE=nope, VALUE=value, RANK=rank, BLOCK_M=block_m,
+        BLOCK_N=block_n, BLOCK_K=128, PRECISION=_precision(out), num_warps=4, **pdl(),
     )  # fmt: skip
 
 

@@ -67,7 +67,7 @@ def _key_tile(keys, latent, start, end, stride_key, stride_latent, NOPE: tl.cons
     return k, r
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_key_token"])
 def _own_tokens(
     q, keys, latent, out, stats, tiles, key_starts, key_ends, scale, stride_token, stride_head, stride_key,
     stride_latent, first_key_token,
@@ -187,7 +187,7 @@ def attend_own_tokens(
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_token"])
 def _context(
     q, absorbed, kv, stats, tables, rows, tiles, query_starts, scale, stride_token, stride_head, stride_block,
     stride_table, first_token,

@@ -8,6 +8,7 @@ kernels are launched for as many as there can be; those past the end do nothing.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -53,13 +54,13 @@ def plan_chunks(step: StepRows) -> Chunks:
     return step.plans[key]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["skipped"])
 def _convolve(
     projected, projected_stride, conv, bias, out, out_stride, ring, ring_pages, ring_offsets, ring_stride,
     tables, table_stride, rows, query_starts, context_lens, chunk_rows, chunk_begins, skipped, scale,
     FIRST: tl.constexpr, CHANNELS: tl.constexpr, NORMED: tl.constexpr, WIDTH: tl.constexpr, LAST_WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr, CHUNK: tl.constexpr, TOKENS: tl.constexpr, SLOTS: tl.constexpr, PIECE: tl.constexpr,
-    TAPS: tl.constexpr, PDL: tl.constexpr,
+    ALIGN: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, TOKENS: tl.constexpr, SLOTS: tl.constexpr,
+    PIECE: tl.constexpr, TAPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """NORMED blocks of WIDTH channels, l2-normalized, the first half of them times `scale`; then of LAST_WIDTH."""
     SIZE: tl.constexpr = projected.dtype.element_ty.primitive_bitwidth // 8
@@ -71,12 +72,10 @@ def _convolve(
     row = tl.load(chunk_rows + chunk)
     if row >= 0:
         lane = tl.arange(0, BLOCK)
-        if block < NORMED:
-            channel = block * WIDTH + lane
-            inside = lane < WIDTH
-        else:
-            channel = NORMED * WIDTH + (block - NORMED) * LAST_WIDTH + lane
-            inside = (lane < LAST_WIDTH) & (channel < CHANNELS)
+        is_normed = block < NORMED
+        begin_channel = tl.where(is_normed, block * WIDTH, NORMED * WIDTH + (block - NORMED) * LAST_WIDTH)
+        channel = tl.multiple_of(begin_channel, ALIGN) + lane
+        inside = lane < tl.where(is_normed, WIDTH, tl.minimum(LAST_WIDTH, CHANNELS - begin_channel))
         first = tl.load(query_starts + row)
         count = tl.load(query_starts + row + 1) - first
         begin = tl.load(context_lens + row) - count
@@ -105,7 +104,7 @@ def _convolve(
                 kept = tl.load(at[None, :] + tl.maximum(position, 0) % SLOTS * PIECE, mask=old, other=0.0)
                 total += kept.to(tl.float32) * factor[None, :]
         total = silu(total)
-        if block < NORMED:
+        if is_normed:
             total *= tl.rsqrt(tl.sum(total * total, axis=1) + 1e-6)[:, None]
             if block < NORMED // 2:
                 total *= scale
@@ -131,6 +130,7 @@ def convolve(
         projected, projected.stride(0), layer.conv, layer.bias, out, out.stride(0), *places[4:8],
         *tables_of(step), step.query_starts, step.context_lens, chunks.rows, chunks.begins, step.num_decodes, scale,
         FIRST=layer.first_channel, CHANNELS=layer.channels, NORMED=normed, WIDTH=width, LAST_WIDTH=last,
+        ALIGN=math.gcd(16, normed * width, last, width if normed else 16),
         BLOCK=power_of_two(max(width, last)), CHUNK=CHUNK, TOKENS=tokens, SLOTS=places.slots, PIECE=places.piece,
         TAPS=len(layer.conv), num_warps=warps, **pdl(),
     )  # fmt: skip

@@ -1,6 +1,6 @@
 """Decodes: convolution, gates, update of the state and output in one kernel, states read and written in place.
 
-A program takes one row and one head: its state [value_dim, key_dim] stays in registers over the row's tokens, of which
+A program takes one row and one head: its state [key_dim, value_dim] stays in registers over the row's tokens, of which
 there may be a few (drafts to verify). Bytes: each state once in and once out (2 x 64 KiB a head of a gated delta net
 with 128 x 128); all else is a few hundred bytes. Heads that share channels of the convolution compute them each for
 itself; one of them writes the inputs to the ring, into slots that none of them reads in this step (`states.py`).
@@ -43,13 +43,16 @@ class DecodeConfig:
     another computes.
     """
 
-    warps: int = 4
-    registers: int = 168
+    warps: int = 8
+    registers: int = 128
 
     @property
     def options(self) -> dict[str, int]:
         """Of a launch."""
         return {"num_warps": self.warps, "maxnreg": self.registers}
+
+
+ONE_TOKEN, DRAFTS = DecodeConfig(), DecodeConfig(registers=192)
 
 
 @triton.jit
@@ -69,8 +72,10 @@ def _delta_net_decode(
     key_head = head // REPEAT
     k_lane, v_lane = tl.arange(0, KB), tl.arange(0, VB)
     k_inside, v_inside = k_lane < DK, v_lane < DV
-    q_channel = key_head * DK + k_lane
-    k_channel = KEY_HEADS * DK + q_channel
+    # q and k as one tensor: the compiler would let every thread compute vectors along the state's rows.
+    pair = tl.arange(0, 2)[:, None]
+    k_channel = pair * (KEY_HEADS * DK) + key_head * DK + k_lane[None, :]
+    pair_inside = k_inside[None, :] & (pair < 2)
     v_channel = 2 * KEY_HEADS * DK + head * DV + v_lane
 
     # A step's first kernel writes these; the product before this kernel comes after it.
@@ -79,11 +84,10 @@ def _delta_net_decode(
     begin = tl.load(context_lens + row) - count
     table = table_of(tables, table_stride, rows, row)
     at = state_at(state, state_pages, state_offsets, state_stride, table, head)
-    tile = at + v_lane[:, None] * DK + k_lane[None, :]
-    tile_inside = v_inside[:, None] & k_inside[None, :]
+    tile = at + k_lane[:, None] * DV + v_lane[None, :]
+    tile_inside = k_inside[:, None] & v_inside[None, :]
     S = tl.load(tile, mask=tile_inside & (begin > 0), other=0.0)
-    q_at = ring_at(ring, ring_pages, ring_offsets, ring_stride, table, q_channel, k_inside, PIECE, SIZE)
-    k_at = ring_at(ring, ring_pages, ring_offsets, ring_stride, table, k_channel, k_inside, PIECE, SIZE)
+    k_at = ring_at(ring, ring_pages, ring_offsets, ring_stride, table, k_channel, pair_inside, PIECE, SIZE)
     v_at = ring_at(ring, ring_pages, ring_offsets, ring_stride, table, v_channel, v_inside, PIECE, SIZE)
     rate, step_bias = tl.load(decay + head), tl.load(dt_bias + head)
     gain = tl.load(norm + v_lane, mask=v_inside, other=0.0).to(tl.float32)
@@ -99,20 +103,17 @@ def _delta_net_decode(
     else:
         for place in range(1 if SINGLE else count):
             position = begin + place
-            q = convolved(
-                inputs, projected_stride, q_at, conv, None, q_channel, CHANNELS, k_inside, place, position,
-                SLOTS, PIECE, TAPS,
-            )  # fmt: skip
-            k = convolved(
-                inputs, projected_stride, k_at, conv, None, k_channel, CHANNELS, k_inside, place, position,
+            qk = convolved(
+                inputs, projected_stride, k_at, conv, None, k_channel, CHANNELS, pair_inside, place, position,
                 SLOTS, PIECE, TAPS,
             )  # fmt: skip
             v = convolved(
                 inputs, projected_stride, v_at, conv, None, v_channel, CHANNELS, v_inside, place, position,
                 SLOTS, PIECE, TAPS,
             )  # fmt: skip
-            q *= tl.rsqrt(tl.sum(q * q) + 1e-6) * scale
-            k *= tl.rsqrt(tl.sum(k * k) + 1e-6)
+            qk *= tl.rsqrt(tl.sum(qk * qk, axis=1) + 1e-6)[:, None]
+            q = tl.sum(tl.where(pair == 0, qk, 0.0), axis=0) * scale
+            k = tl.sum(tl.where(pair == 1, qk, 0.0), axis=0)
             token = inputs + place * projected_stride + CHANNELS
             z = tl.load(token + head * DV + v_lane, mask=v_inside, other=0.0).to(tl.float32)
             b = tl.load(token + VALUE_HEADS * DV + head).to(tl.float32)
@@ -120,19 +121,18 @@ def _delta_net_decode(
             kept = tl.exp(rate * softplus(a + step_bias))
             beta = 1.0 / (1.0 + tl.exp(-b))
             # Both products are with the state before the update, so neither waits for the other.
-            predicted = tl.sum(S * k[None, :], axis=1) * kept
-            carried = tl.sum(S * q[None, :], axis=1) * kept
+            predicted = tl.sum(S * k[:, None], axis=0) * kept
+            carried = tl.sum(S * q[:, None], axis=0) * kept
             delta = beta * (v - predicted)
             y = carried + delta * tl.sum(q * k)
-            S = S * kept + delta[:, None] * k[None, :]
+            S = S * kept + k[:, None] * delta[None, :]
             y = tl.where(v_inside, y, 0.0)
             y = y * tl.rsqrt(tl.sum(y * y) / DV + eps) * gain * silu(z)
             tl.store(result + place * (VALUE_HEADS * DV), y, mask=v_inside)
         tl.store(tile, S, mask=tile_inside)
         keep_inputs(inputs, projected_stride, v_at, v_channel, v_inside, begin, count, SLOTS, PIECE)
         if head % REPEAT == 0:
-            keep_inputs(inputs, projected_stride, q_at, q_channel, k_inside, begin, count, SLOTS, PIECE)
-            keep_inputs(inputs, projected_stride, k_at, k_channel, k_inside, begin, count, SLOTS, PIECE)
+            keep_inputs(inputs, projected_stride, k_at, k_channel, pair_inside, begin, count, SLOTS, PIECE)
 
 
 def delta_net_decode(
@@ -143,13 +143,13 @@ def delta_net_decode(
     out: torch.Tensor,
     num_rows: int,
     single: bool = True,
-    config: DecodeConfig = DecodeConfig(),  # immutable
+    config: DecodeConfig | None = None,
 ) -> None:
     """Rows 0 to num_rows of a step, into their tokens' rows of `out`.
 
     `single`: each row has one token; otherwise at most as many as the ring has slots for (`states.RING`).
     """
-    places = places_of(states)
+    places, config = places_of(states), config or (ONE_TOKEN if single else DRAFTS)
     _delta_net_decode[(num_rows * layer.value_heads,)](
         projected, projected.stride(0), layer.conv, layer.decay, layer.dt_bias, layer.norm, out,
         *places[:8], *tables_of(step), step.query_starts, step.context_lens, layer.key_dim**-0.5, layer.eps,
@@ -178,20 +178,20 @@ def _mamba2_decode(
     s_lane, d_lane = tl.arange(0, SB), tl.arange(0, DB)
     s_inside, d_inside = s_lane < STATE, d_lane < DIM
     x_channel = head * DIM + d_lane
-    b_channel = INNER + group * STATE + s_lane
-    c_channel = b_channel + GROUPS * STATE
+    pair = tl.arange(0, 2)[:, None]  # B, C
+    s_channel = INNER + pair * (GROUPS * STATE) + group * STATE + s_lane[None, :]
+    pair_inside = s_inside[None, :] & (pair < 2)
 
     first = tl.load(query_starts + row)
     count = tl.load(query_starts + row + 1) - first
     begin = tl.load(context_lens + row) - count
     table = table_of(tables, table_stride, rows, row)
     at = state_at(state, state_pages, state_offsets, state_stride, table, head)
-    tile = at + d_lane[:, None] * STATE + s_lane[None, :]
-    tile_inside = d_inside[:, None] & s_inside[None, :]
+    tile = at + s_lane[:, None] * DIM + d_lane[None, :]
+    tile_inside = s_inside[:, None] & d_inside[None, :]
     S = tl.load(tile, mask=tile_inside & (begin > 0), other=0.0)
     x_at = ring_at(ring, ring_pages, ring_offsets, ring_stride, table, x_channel, d_inside, PIECE, SIZE)
-    b_at = ring_at(ring, ring_pages, ring_offsets, ring_stride, table, b_channel, s_inside, PIECE, SIZE)
-    c_at = ring_at(ring, ring_pages, ring_offsets, ring_stride, table, c_channel, s_inside, PIECE, SIZE)
+    s_at = ring_at(ring, ring_pages, ring_offsets, ring_stride, table, s_channel, pair_inside, PIECE, SIZE)
     rate, step_bias, through = tl.load(decay + head), tl.load(dt_bias + head), tl.load(skip + head)
     if PDL:
         gdc_wait()
@@ -209,25 +209,22 @@ def _mamba2_decode(
                 inputs, projected_stride, x_at, conv, bias, x_channel, CHANNELS, d_inside, place, position,
                 SLOTS, PIECE, TAPS,
             )  # fmt: skip
-            b = convolved(
-                inputs, projected_stride, b_at, conv, bias, b_channel, CHANNELS, s_inside, place, position,
+            bc = convolved(
+                inputs, projected_stride, s_at, conv, bias, s_channel, CHANNELS, pair_inside, place, position,
                 SLOTS, PIECE, TAPS,
             )  # fmt: skip
-            c = convolved(
-                inputs, projected_stride, c_at, conv, bias, c_channel, CHANNELS, s_inside, place, position,
-                SLOTS, PIECE, TAPS,
-            )  # fmt: skip
+            b = tl.sum(tl.where(pair == 0, bc, 0.0), axis=0)
+            c = tl.sum(tl.where(pair == 1, bc, 0.0), axis=0)
             dt = softplus(tl.load(inputs + place * projected_stride + CHANNELS + head).to(tl.float32) + step_bias)
             dt = tl.minimum(tl.maximum(dt, dt_low), dt_high)
             kept = tl.exp(rate * dt)
-            y = tl.sum(S * c[None, :], axis=1) * kept + x * (dt * tl.sum(b * c) + through)
-            S = S * kept + (x * dt)[:, None] * b[None, :]
+            y = tl.sum(S * c[:, None], axis=0) * kept + x * (dt * tl.sum(b * c) + through)
+            S = S * kept + b[:, None] * (x * dt)[None, :]
             tl.store(result + place * INNER, y, mask=d_inside)
         tl.store(tile, S, mask=tile_inside)
         keep_inputs(inputs, projected_stride, x_at, x_channel, d_inside, begin, count, SLOTS, PIECE)
         if head % SHARE == 0:
-            keep_inputs(inputs, projected_stride, b_at, b_channel, s_inside, begin, count, SLOTS, PIECE)
-            keep_inputs(inputs, projected_stride, c_at, c_channel, s_inside, begin, count, SLOTS, PIECE)
+            keep_inputs(inputs, projected_stride, s_at, s_channel, pair_inside, begin, count, SLOTS, PIECE)
 
 
 def mamba2_decode(
@@ -238,10 +235,10 @@ def mamba2_decode(
     out: torch.Tensor,
     num_rows: int,
     single: bool = True,
-    config: DecodeConfig = DecodeConfig(),  # immutable
+    config: DecodeConfig | None = None,
 ) -> None:
     """As `delta_net_decode`."""
-    places = places_of(states)
+    places, config = places_of(states), config or (ONE_TOKEN if single else DRAFTS)
     _mamba2_decode[(num_rows * layer.heads,)](
         projected, projected.stride(0), layer.conv, layer.bias, layer.decay, layer.dt_bias, layer.skip, out,
         *places[:8], *tables_of(step), step.query_starts, step.context_lens, *layer.dt_limit,

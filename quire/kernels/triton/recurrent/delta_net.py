@@ -94,7 +94,7 @@ def _inverse(A, CHUNK: tl.constexpr, LEAF: tl.constexpr, PRECISION: tl.constexpr
     return X
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["skipped"])
 def _solve(
     mixed, projected, projected_stride, decay, dt_bias, values, keys, scores, totals,
     ring, ring_pages, ring_offsets, ring_stride,
@@ -169,7 +169,7 @@ def _solve(
                 keep_inputs(inputs, projected_stride, k_ring, k_channel, every_k, begin, count, SLOTS, PIECE)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_row", "skipped"])
 def _scan(
     mixed, values, keys, scores, totals, out, state, state_pages, state_offsets, state_stride,
     tables, table_stride, rows, query_starts, context_lens, first_row, skipped,
@@ -192,7 +192,7 @@ def _scan(
         table = table_of(tables, table_stride, rows, row)
         k_lane, v_lane, lane = tl.arange(0, DK), part * BV + tl.arange(0, BV), tl.arange(0, CHUNK)
         at = state_at(state, state_pages, state_offsets, state_stride, table, head)
-        tile = at + v_lane[None, :] * DK + k_lane[:, None]
+        tile = at + k_lane[:, None] * DV + v_lane[None, :]
         S = tl.load(tile, mask=(begin > 0) & (k_lane[:, None] < DK), other=0.0)  # [key, value]
         packed = (first - skipped).to(tl.int64)
         line = mixed + packed * CHANNELS + head // REPEAT * DK
@@ -261,8 +261,9 @@ def delta_net_prompts(
 
 def choose(programs: int, value_dim: int) -> DeltaNetConfig:
     """The shapes for this many pairs of row and head."""
-    values = 32 if programs < 2 * num_sms() else 64
-    return DeltaNetConfig(scan_values=min(values, value_dim))
+    if programs < 2 * num_sms():
+        return DeltaNetConfig(scan_values=min(32, value_dim), scan_stages=3)
+    return DeltaNetConfig(scan_values=min(64, value_dim))
 
 
 def is_supported(layer: DeltaNet) -> bool:

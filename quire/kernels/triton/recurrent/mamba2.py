@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from quire.kernels.states import Mamba2, States, StepRows
-from quire.kernels.triton.launch import gdc_launch_dependents, gdc_wait, pdl
+from quire.kernels.triton.launch import gdc_launch_dependents, gdc_wait, num_sms, pdl
 from quire.kernels.triton.recurrent.chunks import CHUNK, convolve, plan_chunks
 from quire.kernels.triton.recurrent.common import (
     input_precision,
@@ -38,7 +38,7 @@ class Mamba2Config:
     stages: int = 2
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_row", "skipped"])
 def _scan(
     mixed, projected, projected_stride, decay, dt_bias, skip, out,
     state, state_pages, state_offsets, state_stride, ring, ring_pages, ring_offsets, ring_stride,
@@ -63,7 +63,7 @@ def _scan(
         table = table_of(tables, table_stride, rows, row)
         s_lane, d_lane, lane = tl.arange(0, STATE), tl.arange(0, DIM), tl.arange(0, CHUNK)
         at = state_at(state, state_pages, state_offsets, state_stride, table, head)
-        tile = at + d_lane[None, :] * STATE + s_lane[:, None]
+        tile = at + s_lane[:, None] * DIM + d_lane[None, :]
         S = tl.load(tile, mask=(begin > 0) & (s_lane[:, None] < STATE), other=0.0)  # [state, head_dim]
         rate, step_bias, through = tl.load(decay + head), tl.load(dt_bias + head), tl.load(skip + head)
         line = mixed + (first - skipped).to(tl.int64) * CHANNELS
@@ -121,7 +121,7 @@ def mamba2_prompts(
 ) -> None:
     """The rows of a step after its decodes, into their tokens' rows of `out`."""
     chunks, places = plan_chunks(step), places_of(states)
-    config = config or Mamba2Config()
+    config = config or choose(chunks.num_rows * layer.heads)
     mixed = convolve(projected, layer, states, step)
     _scan[(chunks.num_rows * layer.heads,)](
         mixed, projected, projected.stride(0), layer.decay, layer.dt_bias, layer.skip, out, *places[:8],
@@ -130,6 +130,11 @@ def mamba2_prompts(
         SLOTS=places.slots, PIECE=places.piece, STAGES=config.stages, PRECISION=input_precision(projected.dtype),
         num_warps=config.warps, **pdl(),
     )  # fmt: skip
+
+
+def choose(programs: int) -> Mamba2Config:
+    """The shapes for this many pairs of row and head."""
+    return Mamba2Config(warps=8, stages=3) if programs < 4 * num_sms() else Mamba2Config(warps=4, stages=1)
 
 
 def is_supported(layer: Mamba2) -> bool:
