@@ -43,11 +43,9 @@ class FusedLinear(nn.Module):
     """Parts of several checkpoint matrices that read the same input, as one matrix [sum of kept rows, in]."""
 
     gated = False
-    normed = True
-    """Whether `norm_linear` is used: tells the warm-up which kernels to compile."""
     activation = "silu"
     normed = True
-    """Whether its input comes from a norm that is fused with it (`norm_linear`)."""
+    """Whether its input comes from a norm that is fused with it (`norm_linear`): which kernels are compiled at start."""
     weight: Weight
 
     def __init__(
