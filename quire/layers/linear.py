@@ -45,7 +45,7 @@ class FusedLinear(nn.Module):
     gated = False
     activation = "silu"
     normed = True
-    """Whether its input comes from a norm that is fused with it (`norm_linear`): which kernels are compiled at start."""
+    """Whether its input comes from a norm that is fused with it (`norm_linear`)."""
     weight: Weight
 
     def __init__(
