@@ -181,6 +181,9 @@ class SessionKV:
             child.tokens = min(resident.tokens, tokens)
             if self._tables.can_continue(resident, resident.tokens, child.tokens):
                 self._tables.share(resident, child, child.tokens)
+            else:
+                self._adopt_cached(child, child.tokens)
+            if child.blocks:
                 self._resident[new_name] = child
         if self._pinned is not None:
             self._pinned.pin(new_name)
@@ -200,9 +203,17 @@ class SessionKV:
                 resident.tokens = kept
             else:
                 self._release(resident)
+                self._adopt_cached(resident, kept)
             del resident.keys[count:]
         if self._pinned is not None:
             self._pinned.pin(name)
+
+    def _adopt_cached(self, resident: ResidentSession, most: int) -> None:
+        """Give the session what the prefix cache has of its first `most` tokens: a window has moved on from there, or a
+        state has consumed more."""
+        hit = self._tables.find(resident.keys, most + 1)
+        self._tables.adopt(resident, hit)
+        resident.tokens = len(hit.blocks) * self._tables.block_size
 
     def forget(self, name: str) -> None:
         """The session was deleted."""

@@ -399,6 +399,30 @@ def test_forks_of_a_session_continue_from_its_state(tmp_path: Path, groups: tupl
 
 
 @pytest.mark.parametrize("groups", GROUPS)
+@pytest.mark.parametrize("way", ["fork", "cut"])
+def test_a_session_goes_on_from_an_earlier_token(tmp_path: Path, groups: tuple[CacheGroup, ...], way: str) -> None:
+    """Its window has moved on and its state has consumed more: it starts from what the prefix cache has."""
+    bench = Bench(blocks=120, block_size=4, host_slots=100, sessions=tmp_path, groups=groups)
+    prompt = [2 + i % 30 for i in range(22)]
+    keeper = bench.core.sessions
+    keeper.create("s", prompt)
+    bench.put(bench.request("before", prompt, 15, session="s"))
+    bench.run()
+    name = "t" if way == "fork" else "s"
+    if way == "fork":
+        keeper.fork("s", "t", 22)
+    else:
+        keeper.cut("s", 22)
+    keeper.suspend(name)
+    bench.run()
+    bench.tables.reset_prefix()
+    bench.put(bench.request("after", list(keeper.tokens(name)), 4, session=name))
+    bench.run()
+    bench.assert_right()
+    assert cached_of(bench, "after") == 20
+
+
+@pytest.mark.parametrize("groups", GROUPS)
 def test_a_swapped_row_continues_where_it_was(groups: tuple[CacheGroup, ...]) -> None:
     rng = rng_of("swap")
     tables = BlockTables(9, 4, groups=groups)
