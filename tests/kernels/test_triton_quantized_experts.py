@@ -16,6 +16,7 @@ from quire.kernels.triton.quantized import experts as quantized
 from quire.kernels.triton.moe.common import ChosenExperts, ExpertsConfig, GemmTile  # isort: skip
 from quire.kernels.triton.quantized.expert_scratch import dequantize_stack  # isort: skip
 from quire.kernels.triton.quantized.expert_stacks import Stack, stack_of  # isort: skip
+from quire.kernels.triton.quantized.expert_streams import stream_experts  # isort: skip
 from quire.kernels.triton.quantized.expert_tiles import encode, in_pairs  # isort: skip
 from quire.kernels.triton.quantized.expert_vectors import vector_experts  # isort: skip
 from quire.kernels.triton.quantized.registry import ReferenceProducts  # isort: skip
@@ -31,6 +32,7 @@ TOLERANCE = 1e-2 if ON_GPU else 1e-3
 VECTOR = ExpertsConfig("vector", GemmTile(8 if ON_GPU else 32, warps=4), GemmTile(8 if ON_GPU else 64, warps=4))
 TILE = ExpertsConfig("tile", GemmTile(64, 64, 4, 2), GemmTile(128, 64, 4, 2), 16)
 BLOCK_TILE = ExpertsConfig("tile", GemmTile(128, 128, 4, 2), GemmTile(256, 128, 8, 2), 16)
+STREAM = ExpertsConfig("stream", GemmTile(8, 1, 2, 1), GemmTile(16, 0, 4, 2))
 TALL_TILE = ExpertsConfig("tile", GemmTile(128, 128, 8, 2), GemmTile(128, 128, 8, 2), 64)
 """Not transposed."""
 
@@ -215,6 +217,17 @@ def test_vectors_equal_a_loop_over_pairs_and_norm_first(kind: str) -> None:
     )  # fmt: skip
     normed = torch.nn.functional.rms_norm(given.x.float(), (256,), gain.float(), 1e-6).to(HALF)
     assert_close(out, given.expected(normed))
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_streams_equal_a_loop_over_pairs_and_norm_one_token(tokens: int) -> None:
+    # 320 inputs are two and a half pieces, 192 one and a half: the last warps have less than others, or nothing.
+    given = case("mxfp4", tokens, 320, 192, biased=True, activation="clamped_swiglu")
+    gain = random(320).to(HALF)
+    norm = (gain, 1e-6) if tokens == 1 else None
+    out = stream_experts(given.x, given.routing, *given.stacks, STREAM, *given.biases, given.activation, norm)
+    normed = torch.nn.functional.rms_norm(given.x.float(), (320,), gain.float(), 1e-6).to(HALF)
+    assert_close(out, given.expected(normed if tokens == 1 else None))
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "relu"])
