@@ -1,6 +1,6 @@
 """gpt-oss-20b's attention (sinks, windows, heads of 64) and experts (MXFP4) on a GPU: checked, then timed.
 
-    python -m benchmarks.gpu.gpt_oss [--quick] [--parts check queries decode prefill experts]
+    python -m benchmarks.gpu.gpt_oss [--quick] [--parts check tiles experts decode prefill queries]
 
 `queries` runs decodes of several query tokens in processes of their own: an illegal access ends only one of them.
 """
@@ -24,9 +24,11 @@ from quire.kernels.gates import GATES
 from quire.kernels.kv import KVFormat, LayerKV, QuantizedKV
 from quire.kernels.triton.decode_attention import DecodeAttention, DecodeTile, decode_tile
 from quire.kernels.triton.launch import let_threads_launch
-from quire.kernels.triton.moe.common import ChosenExperts, ExpertsConfig
+from quire.kernels.triton.moe.common import ChosenExperts, ExpertsConfig, GemmTile
+from quire.kernels.triton.moe.layout import arrange
 from quire.kernels.triton.prefill_attention import PrefillTile, plan_tiles, prefill_attention
 from quire.kernels.triton.quantized.expert_stacks import Stack, stack_of
+from quire.kernels.triton.quantized.expert_tiles import tile_down, tile_gate_up
 from quire.kernels.triton.quantized.experts import candidates, expert_outputs
 from quire.kernels.triton.skinny_gemm.timing import GraphTimer, raise_clocks
 from quire.kernels.weights.fp4 import Fp4Weight
@@ -299,6 +301,7 @@ def _weight(height: int) -> Fp4Weight:
     )
     weight.codes.random_(0, 256)
     weight.scale.random_(119, 122)
+    weight.bounded = True
     return weight
 
 
@@ -358,6 +361,49 @@ def expert_times(quick: bool) -> Iterator[str]:
         yield f"  {tokens:5d}: {' | '.join(cells)} || shipped {next(iter(times.values())):.0f}"
 
 
+TILES = {
+    32: [(64, 64, 4, 4), (64, 192, 4, 3), (64, 192, 4, 4), (128, 64, 4, 4), (128, 64, 8, 4), (128, 192, 8, 3)],
+    64: [(64, 64, 4, 3), (64, 64, 4, 5), (64, 192, 4, 3), (128, 64, 8, 4), (128, 64, 4, 3), (128, 192, 8, 3)],
+}
+"""Of the experts' products, (outputs, inputs, warps, stages) by rows."""
+
+
+def tile_times(quick: bool) -> Iterator[str]:
+    """Both products of the tile kernel apart, for tiles and for how codes are read; checked against the default."""
+    layers = [Layer() for _ in range(2)]
+    timer = GraphTimer(window_us=600.0)
+    yield "tiles of MXFP4 experts, us a layer: gate and up | down; pairs, then bytes"
+    for tokens in (64, 256) if quick else (64, 256, 1024):
+        x, routing = torch.randn(tokens, HIDDEN, device="cuda").to(DTYPE), _routing(tokens)
+        found: list[dict[str, float]] = [{}, {}]
+        jobs: list[tuple[int, str, Callable[[Layer], Any]]] = []
+        for block_m, tiles in TILES.items():
+            layout = arrange(routing.experts, EXPERTS, block_m)
+            features = torch.randn(tokens * TOP, HIDDEN, device="cuda").to(DTYPE)
+            for tile in tiles:
+                for pairs in (True, False) if tile is tiles[0] else (True,):
+                    config = ExpertsConfig("tile", GemmTile(*tile), GemmTile(*tile), block_m)
+                    name = f"{block_m}:{'.'.join(map(str, tile))}{'' if pairs else ' bytes'}"
+
+                    def first(layer: Layer, layout=layout, config=config, pairs=pairs) -> Any:
+                        return tile_gate_up(
+                            x, layout, layer.gate_up, layer.biases[0], TOP, config, "clamped_swiglu", False, pairs
+                        )  # fmt: skip
+
+                    def second(layer: Layer, layout=layout, config=config, pairs=pairs, features=features) -> Any:
+                        return tile_down(features, None, layout, layer.down, layer.biases[1], TOP, config, pairs)
+
+                    jobs += [(0, name, first), (1, name, second)]
+        together([lambda run=run: run(layers[0]) for _, _, run in jobs])  # type: ignore[misc]
+        for index, name, run in jobs:
+            found[index][name] = timer.time(run, layers, 100.0)  # type: ignore[arg-type]
+        cells = (
+            "  ".join(f"{name} {times[name]:.0f}" for name in sorted(times, key=times.__getitem__)[:6])
+            for times in found
+        )
+        yield f"  {tokens:5d}: {' | '.join(cells)}"
+
+
 def _copied(layer: Layer, dense: list[torch.Tensor]) -> Layer:
     """The layer with 16-bit copies of its experts; for timing, all layers share those of the first."""
     made = Layer.__new__(Layer)
@@ -385,7 +431,7 @@ def _config_name(config: ExpertsConfig) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="the configurations in use only")
-    parser.add_argument("--parts", nargs="+", default=["check", "decode", "prefill", "experts", "queries"])
+    parser.add_argument("--parts", nargs="+", default=["check", "tiles", "experts", "decode", "prefill", "queries"])
     parser.add_argument("--query-cases", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.query_cases is not None:
@@ -394,7 +440,7 @@ def main() -> None:
         return
     raise_clocks()
     parts: dict[str, Callable[[bool], Iterator[str]]] = {
-        "decode": decode_times, "prefill": prefill_times, "experts": expert_times,
+        "tiles": tile_times, "experts": expert_times, "decode": decode_times, "prefill": prefill_times,
     }  # fmt: skip
     if "check" in args.parts:
         check()

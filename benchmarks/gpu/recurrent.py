@@ -160,7 +160,7 @@ def prompt_times(name: str, layer: Any, rows: int, tokens: int, timer: GraphTime
         view.memory.copy_(before)
         prompt_kernel(name)(x, layer, view, step, out, config)
         far = "" if expected is None else f"  error {error(out, expected):.1e}"
-        us = timer.replay(lambda c=config, out=out: prompt_kernel(name)(x, layer, view, step, out, c))
+        us = timer.replay(partial(prompt_kernel(name), x, layer, view, step, out, config))
         print(f"  {us:8.1f} us{far}  {config}", flush=True)
     out = x.new_empty(rows * tokens, layer.width)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:

@@ -86,7 +86,9 @@ def make_sessions(
     else:
         folder = Path(config.kv_disk).expanduser() / "sessions"
         store = SessionStore.open(folder, make_room=None if blocks is None else blocks.free_space)
-    pinned = None if blocks is None else PinnedBlocks(store, blocks, keys, fingerprint, tables if tables.others else None)
+    pinned = (
+        None if blocks is None else PinnedBlocks(store, blocks, keys, fingerprint, tables if tables.others else None)
+    )
     if pinned is not None:
         pinned.pin_all()
         logger.info("%d sessions in %s", len(store), store.folder)

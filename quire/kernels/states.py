@@ -1,11 +1,11 @@
 """Recurrent layers as kernels see them: the weights of a layer's recurrence, its states, and the rows of a step.
 
 A recurrent layer keeps two things for each row. The *state* of its recurrence: a matrix [key_dim, value_dim] float32
-for each head, one piece each (sums over keys are then between registers of a thread, not between threads). The last
-inputs of its causal convolution, in a *ring*: the input of position p is in slot p % ring_slots, in pieces of some
-channels [ring_slots, channels of a piece]. With `queries` tokens a step the ring has taps - 1 + queries slots, so what
-a step writes never overlaps what it reads: programs that share channels need not wait for each other, and a ring is
-right after any prefix of a step's tokens.
+for each head, one piece each (sums over keys are then mostly within a thread). The last inputs of its causal
+convolution, in a *ring*: the input of position p is in slot p % slots, in pieces of some channels [slots, channels of a
+piece]. With `queries` tokens a step the ring has taps - 1 + queries slots, so what a step writes never overlaps what it
+reads: programs that share channels need not wait for each other, and a ring is right after any prefix of a step's
+tokens.
 """
 
 from __future__ import annotations
@@ -112,6 +112,16 @@ class DeltaNet:
         """Of the outputs."""
         return self.value_heads * self.value_dim
 
+    @property
+    def in_width(self) -> int:
+        """Of the inputs."""
+        return self.channels + self.width + 2 * self.value_heads
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Heads and dimensions."""
+        return self.key_heads, self.value_heads, self.key_dim, self.value_dim
+
 
 @dataclass(frozen=True)
 class Mamba2:
@@ -154,6 +164,16 @@ class Mamba2:
         """Of the outputs."""
         return self.heads * self.head_dim
 
+    @property
+    def in_width(self) -> int:
+        """Of the inputs."""
+        return self.channels + self.width + self.heads
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Heads and dimensions."""
+        return self.heads, self.groups, self.head_dim, self.state_dim
+
 
 @dataclass(frozen=True)
 class ShortConv:
@@ -171,3 +191,13 @@ class ShortConv:
     def channels(self) -> int:
         """Of the convolution."""
         return self.conv.shape[1]
+
+    @property
+    def in_width(self) -> int:
+        """Of the inputs."""
+        return 3 * self.channels
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Channels."""
+        return (self.channels,)

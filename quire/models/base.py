@@ -33,7 +33,8 @@ class CausalLM(Protocol):
 
         tokens   [T] int64
         positions[T] int64
-        kv       for each layer of this stage, its cache [blocks, 2, kv_heads, block_size, head_dim]
+        kv       for each layer of this stage that keeps something, its cache: [blocks, 2, kv_heads, block_size,
+                 head_dim], [blocks, block_size, width] if it is latent, a `StateView` of a recurrent layer
         hidden   what the previous stage returned; may be overwritten. None on the first stage.
         """
         ...
@@ -48,7 +49,12 @@ class CausalLM(Protocol):
 
     @property
     def kv_shape(self) -> KVSpec:
-        """The cache this stage and rank needs."""
+        """The cache this stage and rank needs, if all layers keep the same.
+
+        A model whose layers differ has `caches` instead: what each layer of the whole model keeps on this rank
+        (`layers/caches.py`). If some layers keep nothing they are not listed, and `cache_stages` has the range of
+        `caches` of each pipeline stage.
+        """
         ...
 
 

@@ -231,7 +231,7 @@ class QwenHybridForCausalLM(nn.Module):
         inputs: AttentionInputs,
         hidden: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        text = self.model.language_model if self.nested else self.model
+        text: Any = self.model.language_model if self.nested else self.model
         return text(tokens, positions, kv, inputs, hidden)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -31,7 +31,7 @@ from quire.worker.paths import DecodeShape, PathOutput, StepPath, forward, requi
 
 WARM_DECODES = 16
 WARM_TOKENS = (64, 512)
-"""Prompt tokens of the mixed steps that are captured at start: together they load every kernel."""
+"""Prompt tokens of the mixed steps with decodes that are captured at start: together they load every kernel."""
 _spare_streams: dict[int, list[torch.cuda.Stream]] = {}
 """By device, streams that earlier engines captured on: cuBLAS keeps 32 MiB for every stream it was ever used on."""
 

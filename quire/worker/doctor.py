@@ -42,18 +42,17 @@ class FormatUse:
 
 
 @dataclass(frozen=True)
-class LayerRange:
-    """Modules of consecutive layers that have the same format. `first` is None for modules outside any layer."""
+class LayerFormat:
+    """Modules that have one format in these layers; in none: modules outside any layer."""
 
-    first: int | None
-    last: int | None
+    layers: tuple[int, ...]
     modules: tuple[str, ...]
     format: str
 
     def __str__(self) -> str:
         where = ""
-        if self.first is not None:
-            where = f"layer {self.first}: " if self.first == self.last else f"layers {self.first}-{self.last}: "
+        if self.layers:
+            where = f"layer{'s' if len(self.layers) > 1 else ''} {_ranges(self.layers)}: "
         return f"{where}{_joined(self.modules)}: {self.format}"
 
 
@@ -63,7 +62,7 @@ class Examination:
 
     scheme: str | None
     """How it is quantized; None: it is not."""
-    layers: list[LayerRange]
+    layers: list[LayerFormat]
     formats: list[FormatUse]
     disagreements: list[str] = field(default_factory=list)
     """Where the description and the tensors disagree, and the tensors are believed."""
@@ -90,7 +89,7 @@ def examine(
     scheme = built.build.scheme
     return Examination(
         scheme=None if scheme is None else scheme.name,
-        layers=_layer_ranges(targets),
+        layers=_layer_formats(targets),
         formats=_format_uses(targets, built, platform),
         disagreements=[] if scheme is None else list(scheme.disagreements),
         misfits=misfits,
@@ -149,7 +148,7 @@ def _apart(weights: Iterable[QuantizedWeight]) -> Iterable[QuantizedWeight]:
         yield from (part for part in parts if isinstance(part, QuantizedWeight))
 
 
-def _layer_ranges(targets: Mapping[str, Sequence[AnyTarget]]) -> list[LayerRange]:
+def _layer_formats(targets: Mapping[str, Sequence[AnyTarget]]) -> list[LayerFormat]:
     """The modules with a matrix, those of equal layers together."""
     layers: dict[int, dict[str, str]] = {}
     others: dict[str, str] = {}
@@ -165,22 +164,26 @@ def _layer_ranges(targets: Mapping[str, Sequence[AnyTarget]]) -> list[LayerRange
         known = layers.setdefault(int(found["number"]), {})
         # Experts of one layer have one format.
         known.setdefault(inner, _format_name(wanted[0]))
-    ranges = [LayerRange(None, None, (name,), each) for name, each in others.items()]
-    for _, run in itertools.groupby(_runs(layers), key=lambda each: each[0]):
-        numbers = [number for _, number in run]
-        for each, modules in _by_format(layers[numbers[0]]).items():
-            ranges.append(LayerRange(numbers[0], numbers[-1], modules, each))
-    return ranges
-
-
-def _runs(layers: Mapping[int, Mapping[str, str]]) -> Iterable[tuple[int, int]]:
-    """(number of the run, layer): a run is consecutive layers with the same formats."""
-    run, before = 0, None
+    found_formats = [LayerFormat((), (name,), each) for name, each in others.items()]
+    alike: dict[tuple[tuple[str, str], ...], list[int]] = {}
     for number in sorted(layers):
-        if before is not None and layers[number] != before:
-            run += 1
-        before = layers[number]
-        yield run, number
+        alike.setdefault(tuple(layers[number].items()), []).append(number)
+    for modules_formats, numbers in alike.items():
+        for each, modules in _by_format(dict(modules_formats)).items():
+            found_formats.append(LayerFormat(tuple(numbers), modules, each))
+    return found_formats
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """0-2, 4-6, 8 for [0, 1, 2, 4, 5, 6, 8]; of more than six ranges the first three and the last."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    named = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
+    return ", ".join(named if len(named) <= 6 else [*named[:3], "…", named[-1]])
 
 
 def _by_format(modules: Mapping[str, str]) -> dict[str, tuple[str, ...]]:

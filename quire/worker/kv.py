@@ -20,17 +20,6 @@ COPY_BYTES = 64 << 20
 """Blocks are copied through a temporary of at most about this size: states have many blocks."""
 
 
-def block_bytes(spec: KVSpec, block_size: int, format: KVFormat) -> int:
-    """Bytes one block takes over all layers of this rank, its token ids included."""
-    return plain_geometry(spec, block_size, format).block_bytes
-
-
-def stored_bytes(spec: KVSpec, block_size: int, format: KVFormat) -> int:
-    """Bytes of a block in other tiers: keys, values and their scales. Its token ids come with the plan that moves it
-    back."""
-    return plain_geometry(spec, block_size, format).page_bytes
-
-
 class KVCache:
     """The caches of all layers, and token ids. `data` is what copies of blocks move; `layers` is what layers see.
 

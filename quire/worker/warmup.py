@@ -25,9 +25,11 @@ from quire.kernels.triton.prefill_attention import LONG_CONTEXT
 from quire.layers.attention.base import AttentionInputs
 from quire.layers.attention.latent import LatentAttention
 from quire.layers.attention.layer import Attention
+from quire.layers.caches import StateView
 from quire.layers.gemm_shapes import kind_of, layer_experts, layer_gemms
 from quire.layers.linear import FusedLinear
 from quire.layers.moe import SparseMLP
+from quire.layers.recurrent import Recurrence
 from quire.worker.cuda_batch import CudaBatch
 from quire.worker.geometry import cache_layers
 
@@ -60,6 +62,7 @@ def warm_up(model: nn.Module, ops: TritonOps, batch: CudaBatch, max_tokens: int,
     tasks = [
         *_attention_kernels(model, batch, grouped),
         *_latent_kernels(model, batch),
+        *_state_kernels(model, batch),
         *experts.values(),
         *_sampling_kernels(model, batch),
         *_row_kernels(model, ops, batch),
@@ -67,6 +70,7 @@ def warm_up(model: nn.Module, ops: TritonOps, batch: CudaBatch, max_tokens: int,
     gemms = layer_gemms(model)
     jobs = [job for gemm in gemms for job in ops.kernels_of(*gemm, max_tokens)]
     layers = {_shape(module) for module in model.modules() if isinstance(module, Attention | LatentAttention)}
+    layers |= {module.shape for module in model.modules() if isinstance(module, Recurrence)}
     weights = {(kind_of(gemm.weight), *gemm[1:]) for gemm in gemms}
     kv = batch.kv.data
     identity = (
@@ -161,6 +165,23 @@ def _attend(
     layer.backend.attend(q, kv, inputs, layer.spec)
 
 
+def _state_kernels(model: nn.Module, batch: CudaBatch) -> Iterator[Task]:
+    """Recurrent layers over rows without tokens: decodes, prompts of one row and of many."""
+    pairs = zip(cache_layers(model), batch.kv.layers, strict=False)
+    layers = {layer.shape: (layer, states) for layer, states in pairs if isinstance(layer, Recurrence)}
+    many = len(batch.buffers.rows) - 1
+    for layer, states in layers.values():
+        for rows, tokens, decodes in ((1, 1, 1), (1, 2, 0), (many, 2 * many, 0)):
+            yield functools.partial(_recur, layer, states, batch, rows, tokens, decodes)
+
+
+@torch.inference_mode()
+def _recur(layer: Recurrence, states: StateView, batch: CudaBatch, rows: int, tokens: int, decodes: int) -> None:
+    inputs = batch.empty_inputs(rows, tokens, decodes, 2, 0).attention[layer.group]
+    inputs.context_lens.zero_()
+    layer(torch.zeros(tokens, layer.in_width, dtype=layer.conv.dtype, device=layer.conv.device), states, inputs)
+
+
 def _expert_kernels(model: nn.Module, ops: TritonOps, max_tokens: int) -> dict[object, Task]:
     """One token of zeros through experts of each shape, by every kernel a step may use."""
     tasks: dict[object, Task] = {}
@@ -175,7 +196,7 @@ def _expert_kernels(model: nn.Module, ops: TritonOps, max_tokens: int) -> dict[o
 
 def _route(module: SparseMLP) -> None:
     routing, router = module.routing, module.router
-    logits = torch.zeros(1, routing.num_experts, dtype=router.dtype, device=router.device)
+    logits = torch.zeros(1, router.shape[0], dtype=router.dtype, device=router.device)
     counts = torch.zeros(routing.num_experts, dtype=torch.int64, device=router.device)
     module.ops.route(logits, routing.top_k, routing.renormalise, counts, counts[:1], module.rule)
 

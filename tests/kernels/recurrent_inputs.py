@@ -55,11 +55,7 @@ def random_short_conv(channels: int, dtype: torch.dtype, device: str, taps: int 
 
 def random_inputs(layer: DeltaNet | Mamba2 | ShortConv, tokens: int, dtype: torch.dtype) -> torch.Tensor:
     """What the input product gives."""
-    if isinstance(layer, ShortConv):
-        return torch.randn(tokens, 3 * layer.channels, device=layer.conv.device).to(dtype)
-    heads = 2 * layer.value_heads if isinstance(layer, DeltaNet) else layer.heads
-    width = layer.channels + layer.width + heads
-    return torch.randn(tokens, width, device=layer.conv.device).to(dtype)
+    return torch.randn(tokens, layer.in_width, device=layer.conv.device).to(dtype)
 
 
 def state_parts(layer: DeltaNet | Mamba2, dtype: torch.dtype, queries: int = 1) -> tuple[StatePart, StatePart]:

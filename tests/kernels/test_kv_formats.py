@@ -19,7 +19,8 @@ from quire.kernels.triton.qkv import prepare_qkv  # isort: skip
 from quire.layers.attention.base import AttentionInputs, AttentionSpec, GroupInputs, KVSpec  # isort: skip
 from quire.layers.attention.torch_paged import TorchPagedAttention  # isort: skip
 from quire.layers.attention.triton import TritonPagedAttention  # isort: skip
-from quire.worker.kv import KVCache, block_bytes, stored_bytes  # isort: skip
+from quire.worker.geometry import plain_geometry  # isort: skip
+from quire.worker.kv import KVCache  # isort: skip
 
 FORMATS = ["fp8", "fp8_per_token_head", "int8_per_token_head"]
 LARGEST = {"fp8": 448.0, "fp8_per_token_head": 448.0, "int8_per_token_head": 127.0}
@@ -292,8 +293,8 @@ def test_codes_are_the_nearest_with_ties_to_even(kind: str) -> None:
 def test_bytes_of_a_block(name: str, per_token: int) -> None:
     """Half as many in fp8, and four more for every head with scales of tokens."""
     spec, format = KVSpec(5, 1, 128), KVFormat.named(name, torch.bfloat16)
-    assert stored_bytes(spec, 16, format) == 5 * 16 * per_token
-    assert block_bytes(spec, 16, format) == 5 * 16 * per_token + 64
+    assert plain_geometry(spec, 16, format).page_bytes == 5 * 16 * per_token
+    assert plain_geometry(spec, 16, format).block_bytes == 5 * 16 * per_token + 64
     cache = KVCache(spec, 4, 16, format, torch.device("cpu"))
     assert cache.data.nbytes == 4 * 5 * 16 * per_token
 

@@ -259,10 +259,10 @@ def test_inspect_says_how_each_layer_is_stored(name: str, checkpoint: Any, quire
     assert (ran.code, ran.err) == (0, "")
     found = json.loads(ran.out)
     assert found["problems"] == found["disagreements"] == []
-    (layers,) = [each for each in found["layers"] if each["first"] is not None]
-    assert (layers["first"], layers["last"]) == (0, 1)
+    (layers,) = [each for each in found["layers"] if each["layers"]]
+    assert layers["layers"] == [0, 1]
     assert layers["modules"] == [f"{part}_proj" for part in ("q", "k", "v", "o", "gate", "up", "down")]
-    assert [each["format"] for each in found["layers"] if each["first"] is None] == ["bfloat16", "bfloat16"]
+    assert [each["format"] for each in found["layers"] if not each["layers"]] == ["bfloat16", "bfloat16"]
     plain, few = sorted(found["formats"], key=lambda use: use["format"] != "bfloat16")
     assert plain["nbytes"] == 2 * (2 * 128 * 64 + 5 * 64)
     numbers = 2 * (64 * (64 + 2 * 32 + 64) + 3 * 64 * 96)

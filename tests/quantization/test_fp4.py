@@ -111,7 +111,7 @@ def gpt_oss(experts=3, height=64, width=96):
     """(tensors, values): blocks as gpt-oss has them."""
     random = torch.Generator().manual_seed(0)
     codes = torch.randint(0, 16, (experts, height, width), generator=random)
-    scales = torch.randint(110, 130, (experts, height, width // 32), generator=random, dtype=torch.uint8)
+    scales = torch.randint(110, 129, (experts, height, width // 32), generator=random, dtype=torch.uint8)
     values = CODES[codes] * torch.exp2(scales.float() - 127).repeat_interleave(32, 2)
     blocks = (codes[..., 0::2] | codes[..., 1::2] << 4).to(torch.uint8).unflatten(2, (-1, 16))
     return blocks, scales, values

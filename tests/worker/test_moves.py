@@ -11,9 +11,11 @@ import torch
 from quire.errors import ConfigError
 from quire.kernels.kv import KVFormat
 from quire.layers.attention.base import KVSpec
+from quire.layers.caches import AttentionCache, LayerCache, StateCache, StatePart, StateView
 from quire.messages.plan import Moves, StepPlan
 from quire.worker.batch import DeviceBatch
-from quire.worker.kv import KVCache, stored_bytes
+from quire.worker.geometry import make_geometry
+from quire.worker.kv import KVCache
 from quire.worker.moves import HostMemory, Mover
 from quire.worker.runner import Runner
 
@@ -27,7 +29,7 @@ def mover(request: pytest.FixtureRequest) -> Mover:
     device = torch.device(request.param)
     kv = KVCache(SPEC, BLOCKS, SIZE, KVFormat(torch.float32), device)
     kv.data.copy_(torch.arange(kv.data.numel(), device=device).view(kv.data.shape))
-    return Mover(kv, HostMemory(SLOTS, stored_bytes(SPEC, SIZE, KVFormat(torch.float32)), pinned=device.type == "cuda"))
+    return Mover(kv, HostMemory(SLOTS, kv.geometry.page_bytes, pinned=device.type == "cuda"))
 
 
 def finish(mover: Mover) -> list[int]:
@@ -52,6 +54,33 @@ def test_blocks_are_copied_out_and_back_to_other_places(mover: Mover) -> None:
     for (block, _), target, ids in zip(out, targets, tokens.reshape(SLOTS, SIZE), strict=True):
         assert torch.equal(kv.data[target], before[block])
         assert kv.tokens[target].tolist() == ids.tolist()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("has_full", [True, False])
+def test_pages_of_every_group_move_whole(device: str, has_full: bool) -> None:
+    """A state's page, and a page of a model whose token ids are in the batch."""
+    format, place = KVFormat(torch.bfloat16), torch.device(device)
+    caches: list[LayerCache] = [
+        AttentionCache(1, 8, format, None if has_full else 6),
+        StateCache((StatePart(3, (5, 7), torch.float32),)),
+    ]
+    kv = KVCache.of(make_geometry(caches, SIZE), BLOCKS, place)
+    tables = torch.tensor([range(1, 1 + kv.geometry.groups[1].pages)], device=place)
+    state: StateView = kv.layers[1]
+    values = torch.randn(1, 3, 5, 7, device=place)
+    state.write(0, tables, values)
+    kv.layers[0][5] = 3.0
+    mover = Mover(kv, HostMemory(SLOTS, kv.geometry.page_bytes, pinned=device == "cuda"))
+    pages = [*tables[0].tolist(), 5]
+    mover.start(0, Moves(out=[(page, slot) for slot, page in enumerate(pages)]))
+    assert finish(mover) == [0]
+    kv.data.zero_()
+    ids = np.arange(len(pages) * SIZE, dtype=np.int32)
+    mover.start(1, Moves(back=[(slot, page + 3) for slot, page in enumerate(pages)], tokens=ids))
+    assert finish(mover) == [1]
+    assert torch.equal(state.read(0, tables + 3), values) and (kv.layers[0][8] == 3.0).all()
+    assert not has_full or kv.tokens[8].tolist() == ids[-SIZE:].tolist()
 
 
 def test_adjacent_blocks_are_copied_together(mover: Mover) -> None:

@@ -64,6 +64,8 @@ def prefill_tile(head_dim: int, itemsize: int, is_long: bool = True) -> PrefillT
         return PrefillTile(32, 32, 4, 1)
     if itemsize == 4:  # no tensor cores for exact float32
         return PrefillTile(32, 32, 4, 1, skewed=False)
+    if head_dim > 256:
+        return PrefillTile(64, 32, 8, 2)
     if head_dim > 128:
         return PrefillTile(128, 64, 8, 2)
     return PrefillTile(128, 128, 8, 2) if is_long else PrefillTile(64, 64, 4, 2)

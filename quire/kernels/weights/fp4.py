@@ -22,6 +22,9 @@ class Fp4Weight(QuantizedWeight):
     factor float32 [..., out]; None: 1
     """
 
+    bounded = False
+    """MXFP4: whether no scale is above 2, which saves kernels a multiplication."""
+
     def __init__(
         self,
         codes: torch.Tensor,
@@ -59,7 +62,9 @@ class Fp4Weight(QuantizedWeight):
         return {name: tensor for name, tensor in held.items() if tensor is not None}
 
     def with_tensors(self, tensors: dict[str, torch.Tensor], shape: Sequence[int]) -> Fp4Weight:
-        return Fp4Weight(tensors["codes"], tensors["scale"], self.dtype, tensors.get("factor"), self.span)
+        made = Fp4Weight(tensors["codes"], tensors["scale"], self.dtype, tensors.get("factor"), self.span)
+        made.bounded = self.bounded
+        return made
 
     def dequantize(self) -> torch.Tensor:
         codes = unpack(self.codes, 4, self.span).long()

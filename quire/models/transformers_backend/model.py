@@ -15,49 +15,27 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-import transformers
 from torch import nn
 from transformers import PretrainedConfig
 from transformers.modeling_outputs import BaseModelOutputWithPast
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.pytorch_utils import Conv1D
 
-from quire.errors import CheckpointError, ConfigError, UnsupportedModelError
+from quire.errors import ConfigError, UnsupportedModelError
 from quire.kernels.kv import LayerKV
 from quire.layers.attention.base import AttentionInputs, KVSpec
 from quire.layers.attention.layer import Attention
 from quire.layers.build_context import BuildContext
 from quire.layers.caches import AttentionCache, LayerCache
 from quire.layers.linear import Heads
-from quire.loading.model_config import ModelConfig
-from quire.models.transformers_backend.attention import PAGED, TRIAL, LocalCheck, PagedLayer, Step
-from quire.models.transformers_backend.layers import (
-    Experts,
-    GatedMLP,
-    GateUp,
-    Head,
-    JoinedLinear,
-    JoinedPart,
-    Matrix,
-    Norm,
-    OwnWeights,
-    TokenEmbedding,
-    gate_of,
-    make_matrix_layer,
-    rms_norm_eps,
-)
-from quire.models.transformers_backend.names import CheckpointNames
-from quire.models.transformers_backend.parallel import Cut, ParallelPlan
+from quire.models.transformers_backend.attention import PAGED, LocalCheck, PagedLayer, Step
+from quire.models.transformers_backend.layers import OwnWeights
+from quire.models.transformers_backend.library import check_layers, make_model, seen_config
+from quire.models.transformers_backend.parallel import Cut
+from quire.models.transformers_backend.replacement import Replacement
 from quire.models.transformers_backend.rotation import Deferral, deferred_forward
-from quire.models.transformers_backend.trial import LayerCall, Trial, run_trial
+from quire.models.transformers_backend.trial import LayerCall, run_trial
 
 logger = logging.getLogger(__name__)
-
-_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
-_POSITION_DEPENDENT_ROPE = ("dynamic", "longrope")
-"""Kinds of rotation whose frequencies depend on the longest row of a step, so that rows would change each other."""
 
 
 class TransformersForCausalLM(nn.Module):
@@ -117,18 +95,19 @@ class TransformersForCausalLM(nn.Module):
     def _make(self, build: BuildContext, joins: bool) -> tuple[Any, nn.Module, Mapping[int, LayerCall]]:
         """(the library's model with the engine's layers, its base model, how its layers call attention if not split).
         `joins`: matrices that read the same input become one."""
-        library = _make_model(build)
+        library = make_model(build)
         architecture = build.config.architecture
         base = getattr(library, library.base_model_prefix, None)
         if not isinstance(base, nn.Module):
             raise UnsupportedModelError(f"{architecture} cannot run through transformers: it has no base model")
         trial = run_trial(library, base, lambda module: type(module) in (nn.Linear, Conv1D))
-        _check_layers(library, trial)
+        check_layers(library, trial)
         self.graph_safe = not trial.copies
         if trial.copies:
             logger.warning("%s copies from the host in its steps: they run without CUDA graphs", architecture)
-        self.build = dataclasses.replace(build, config=_seen_config(build.config, library, trial))
-        self._replace_layers(library, base, trial, joins)
+        self.build = dataclasses.replace(build, config=seen_config(build.config, library, trial))
+        self._replacement = Replacement(self.build, library)
+        self._replacement.run(library, base, trial, joins)
         self.calls = run_trial(library, base, lambda module: False).calls
         return library, base, trial.calls
 
@@ -159,7 +138,7 @@ class TransformersForCausalLM(nn.Module):
         """A tied head's copy, frequencies that old checkpoints carry, and what the library ignores too."""
         return (
             name.endswith("rotary_emb.inv_freq")
-            or name in self._tied
+            or name in self._replacement.tied
             or any(pattern.search(name) for pattern in self._ignored)
         )
 
@@ -182,115 +161,6 @@ class TransformersForCausalLM(nn.Module):
         output = self._base[0](input_ids=tokens.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False)
         return output.last_hidden_state[0]
 
-    def _replace_layers(self, library: Any, base: nn.Module, trial: Trial, joins: bool) -> None:
-        """Put the engine's layers in the places of the library's."""
-        build = self.build
-        plan = _parallel_plan(build, library)
-        names = CheckpointNames(library)
-        modules = dict(library.named_modules())
-        paths = {id(module): path for path, module in modules.items()}
-        for path in trial.experts:
-            _put(library, path, _experts(build, path, modules[path], names, plan))
-        mixtures = {path.rpartition(".")[0]: modules[path].num_experts for path in trial.experts}
-        matrices: dict[str, Matrix] = {}
-        head = library.get_output_embeddings()
-        for path, module in modules.items():
-            owner, _, name = path.rpartition(".")
-            if module is head or type(module) not in (nn.Linear, Conv1D):
-                continue
-            transposed = type(module) is Conv1D
-            outputs, inputs = reversed(module.weight.shape) if transposed else module.weight.shape
-            if any(path.startswith(f"{mixture}.") and outputs == count for mixture, count in mixtures.items()):
-                continue  # a router is small, and never in few bits
-            stored = names.stored(f"{path}.weight").removesuffix(".weight")
-            cut = plan.cut(path)
-            has_bias = module.bias is not None
-            matrices[path] = Matrix(name, inputs, outputs, has_bias, transposed, cut, "" if stored == path else stored)
-        groups = _groups(trial.siblings, matrices) if joins else [[path] for path in matrices]
-        owned: dict[str, list[str]] = {}
-        for path in matrices:
-            owned.setdefault(path.rpartition(".")[0], []).append(path)
-        for owner, own in owned.items():
-            self._replace_mlp(library, owner, modules[owner], own, groups, matrices)
-        for group in groups:
-            owner = group[0].rpartition(".")[0]
-            if len(group) == 1:
-                _put(library, group[0], make_matrix_layer(build, matrices[group[0]]))
-                continue
-            joined = JoinedLinear(build, [matrices[path] for path in group])
-            modules[owner].add_module("_".join(matrices[path].name for path in group), joined)
-            for index, path in enumerate(group):
-                _put(library, path, JoinedPart(joined, index))
-        for path, module in modules.items():
-            name = path.rpartition(".")[2]
-            eps = rms_norm_eps(module)
-            if eps is not None and names.stored(f"{path}.weight") == f"{path}.weight":
-                _put(library, path, Norm(build, name, module.weight.shape[0], eps))
-        self._tied: set[str] = set()
-        self._replace_ends(library, base, names, paths)
-        self._names, self._plan = names, plan
-
-    def _replace_mlp(
-        self,
-        library: Any,
-        owner: str,
-        module: nn.Module,
-        own: list[str],
-        groups: list[list[str]],
-        matrices: dict[str, Matrix],
-    ) -> None:
-        """If a module with the matrices `own` is a gated MLP, put the engine's in its place; its groups are removed."""
-        inner = next((group for group in groups if group[0] in own and len(group) == len(own) - 1), None)
-        if inner is None or len(own) not in (2, 3):
-            return
-        (outer,) = set(own) - {*inner}
-        first, down = [matrices[path] for path in inner], matrices[outer]
-        halves = sum(matrix.outputs for matrix in first) == 2 * down.inputs and first[0].inputs == down.outputs
-        if not halves or len({matrix.outputs for matrix in first}) > 1:
-            return
-        if not all(matrix.is_plain for matrix in (*first, down)):
-            return
-        # One matrix that is cut must be cut in both halves, two matrices each.
-        if first[0].cut not in (Cut.WHOLE, Cut.PACKED_OUTPUTS if len(first) == 1 else Cut.OUTPUTS):
-            return
-        for order in (first, first[::-1])[: len(first)]:
-            kind = gate_of(module, [matrix.name for matrix in order], down.name)
-            if kind is not None:
-                layer = GatedMLP(GateUp(self.build, order, kind), make_matrix_layer(self.build, down), down.name)
-                _put(library, owner, layer)
-                groups.remove(inner)
-                groups.remove([outer])
-                return
-
-    def _replace_ends(self, library: Any, base: Any, names: CheckpointNames, paths: dict[int, str]) -> None:
-        """Embedding and head."""
-        build = self.build
-        config = build.config
-        embedding, head = base.get_input_embeddings(), library.get_output_embeddings()
-        own_embedding = None
-        if type(embedding) is nn.Embedding and embedding.weight.shape == (config.vocab_size, config.hidden_size):
-            path = paths[id(embedding)]
-            if names.stored(f"{path}.weight") == f"{path}.weight":
-                own_embedding = TokenEmbedding(build, path.rpartition(".")[2])
-                _put(library, path, own_embedding)
-        is_plain = type(head) is nn.Linear and head.weight.shape == (config.vocab_size, config.hidden_size)
-        if head is None or not is_plain or head.bias is not None:
-            if head is not None and head.weight is embedding.weight:
-                raise UnsupportedModelError(
-                    f"{config.architecture}: a head of this kind with tied weights is not implemented"
-                )
-            return  # the library's own
-        path = paths[id(head)]
-        name = path.rpartition(".")[2]
-        tied: Any = None
-        if head.weight is embedding.weight:
-            self._tied.add(f"{path}.weight")
-            tied = embedding if own_embedding is None else own_embedding
-            if own_embedding is None and build.ranks.tp_size > 1:
-                # The library's embedding is whole on every rank, and the head is split: it has a copy.
-                tied, name = None, paths[id(embedding)]
-        _put(library, path, Head(build, name, tied))
-
     def _take_weights(self, library: Any) -> OwnWeights:
         """Give memory to the parameters and buffers of layers that stayed, and values to those no checkpoint has."""
         build = self.build
@@ -302,21 +172,21 @@ class TransformersForCausalLM(nn.Module):
                     continue
                 full = f"{path}.{name}" if path else name
                 is_sinks = any(call.module is module and call.sinks == name for call in self.calls.values())
-                cuts = {self._plan.cut(full), self._plan.cut(path)}
+                cuts = {self._replacement.plan.cut(full), self._replacement.plan.cut(path)}
                 if cuts != {Cut.WHOLE} and not is_sinks:  # of sinks each rank takes its own
                     raise UnsupportedModelError(
                         f"{build.config.architecture}: ranks that share {full} are not implemented: set "
                         "tensor_parallel_size to 1"
                     )
                 if id(parameter) in made:
-                    self._tied.add(full)
+                    self._replacement.tied.add(full)
                 else:
                     memory = build.memory.zeros(tuple(parameter.shape), self._dtype_of(library, full, parameter.dtype))
                     made[id(parameter)] = nn.Parameter(memory, requires_grad=False)
                     tensors[full] = memory
                 module._parameters[name] = made[id(parameter)]
             self._take_buffers(library, path, module, tensors)
-        stored = {name: other for name in tensors if (other := self._names.stored(name)) != name}
+        stored = {name: other for name in tensors if (other := self._replacement.names.stored(name)) != name}
         return OwnWeights(tensors, stored)
 
     def _give_sinks(self) -> None:
@@ -476,110 +346,6 @@ def _on_meta(modules: Sequence[tuple[nn.Module, Any, Any]]) -> Iterator[None]:
             module._parameters, module._buffers = parameters, buffers
 
 
-def _library_config(raw: Mapping[str, Any], architecture: str) -> PretrainedConfig:
-    """The library's config object for a config.json. Raises if the library has no such causal language model."""
-    family = str(raw.get("model_type"))
-    known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(family)
-    if family not in CONFIG_MAPPING or architecture not in (known if isinstance(known, (tuple, list)) else (known,)):
-        code = "; code that comes with a checkpoint is not run" if raw.get("auto_map") else ""
-        raise UnsupportedModelError(
-            f"{architecture} with model_type {family!r} is not a causal language model of the installed transformers "
-            f"library{code}"
-        )
-    fields = {key: value for key, value in raw.items() if key not in ("quantization_config", "dtype", "torch_dtype")}
-    try:
-        return CONFIG_MAPPING[family].from_dict(fields)
-    except Exception as error:
-        raise CheckpointError(f"the config of {architecture} is refused by transformers: {error}") from error
-
-
-def _make_model(build: BuildContext) -> Any:
-    """The library's model on the meta device. Raises for kinds that are not implemented."""
-    architecture = build.config.architecture
-    config = _library_config(build.config.raw, architecture)
-    kind = getattr(transformers, architecture)
-    if getattr(config, "is_encoder_decoder", False):
-        raise UnsupportedModelError(f"{architecture} is an encoder-decoder, which is not implemented")
-    if config.get_text_config() is not config:
-        raise UnsupportedModelError(
-            f"{architecture} takes more than text (its config has parts), which is not implemented through transformers"
-        )
-    if kind._is_stateful:
-        raise UnsupportedModelError(
-            f"{architecture} keeps recurrent states, which are not implemented through transformers"
-        )
-    if others := sorted({*(getattr(config, "layer_types", None) or ())} - _LAYER_TYPES):
-        raise UnsupportedModelError(
-            f"{architecture} has layers of the types {', '.join(others)}, which are not implemented through "
-            "transformers"
-        )
-    _check_rope(config, architecture)
-    try:
-        with torch.device("meta"):
-            model = kind._from_config(
-                config, dtype=build.dtype, attn_implementation=TRIAL, experts_implementation=TRIAL
-            )
-    except Exception as error:
-        raise UnsupportedModelError(
-            f"{architecture} cannot run through transformers here: the library cannot build it with another attention "
-            f"({type(error).__name__}: {error})"
-        ) from error
-    return model.eval().requires_grad_(False)
-
-
-def _check_rope(config: Any, architecture: str) -> None:
-    """Frequencies that depend on the step's longest row are refused by name."""
-    given = getattr(config, "rope_parameters", None) or {}
-    for each in (given, *(value for value in given.values() if isinstance(value, dict))):
-        if each.get("rope_type") in _POSITION_DEPENDENT_ROPE:
-            raise UnsupportedModelError(
-                f"{architecture} with rope_type {each['rope_type']!r} is not implemented through transformers"
-            )
-
-
-def _check_layers(library: Any, trial: Trial) -> None:
-    """Every layer must call attention once."""
-    total = library.config.num_hidden_layers
-    if sorted(trial.calls) != list(range(total)):
-        raise UnsupportedModelError(
-            f"{type(library).__name__} cannot run through transformers here: {len(trial.calls)} of its {total} layers "
-            "call attention through the library's interface"
-        )
-
-
-def _seen_config(config: ModelConfig, library: Any, trial: Trial) -> ModelConfig:
-    """The model's config with what was seen in place of what was read."""
-    first = trial.calls[0]
-    tied = library.get_output_embeddings()
-    shares = tied is not None and tied.weight is library.get_input_embeddings().weight
-    return dataclasses.replace(
-        config,
-        num_layers=len(trial.calls),
-        num_heads=first.heads,
-        num_kv_heads=first.kv_heads,
-        head_dim=first.head_dim,
-        hidden_size=library.config.hidden_size,
-        vocab_size=library.config.vocab_size,
-        tie_embeddings=shares,
-        windows=tuple(trial.calls[i].arguments.window for i in sorted(trial.calls)),
-    )
-
-
-def _parallel_plan(build: BuildContext, library: Any) -> ParallelPlan:
-    """The library's plan; empty with one rank. Raises if it has none and there are several."""
-    architecture, size = build.config.architecture, build.ranks.tp_size
-    if size == 1:
-        return ParallelPlan(architecture, {})
-    if not getattr(library.config, "base_model_tp_plan", None):
-        raise ConfigError(
-            f"{architecture} runs through transformers, which has no plan to share it between ranks: set "
-            "tensor_parallel_size to 1",
-            "tensor_parallel_size",
-            size,
-        )
-    return ParallelPlan(architecture, library.tp_plan)
-
-
 def _heads(build: BuildContext, whole: LayerCall, own: LayerCall) -> Heads:
     """This rank's heads of a layer, from what the whole layer and the rank's part have."""
     if (own.heads, own.kv_heads) == (whole.heads, whole.kv_heads):
@@ -592,70 +358,3 @@ def _heads(build: BuildContext, whole: LayerCall, own: LayerCall) -> Heads:
             f"{whole.kv_heads} KV heads, which is not implemented"
         )
     return heads
-
-
-def _experts(build: BuildContext, path: str, module: Any, names: CheckpointNames, plan: ParallelPlan) -> Experts:
-    """The engine's experts for the library's. Raises for kinds that its kernels do not compute."""
-    refused = [
-        word
-        for word, is_so in {
-            "without a gate": not module.has_gate,
-            "with biases": module.has_bias,
-            "with transposed weights": module.is_transposed,
-            "with interleaved gates": not getattr(module, "is_concatenated", True),
-            "with a norm after each": getattr(module, "has_post_expert_norm", False),
-        }.items()
-        if is_so
-    ]
-    if not refused and not _is_silu_gate(module):
-        refused = ["with another activation than silu"]
-    if not refused and (extra := {name for name, _ in module.named_parameters()} - {"gate_up_proj", "down_proj"}):
-        refused = [f"with {', '.join(sorted(extra))}"]
-    if refused:
-        raise UnsupportedModelError(
-            f"{build.config.architecture}: experts {refused[0]} are not implemented through transformers"
-        )
-    count, hidden, width = module.down_proj.shape
-    cuts = {plan.cut(f"{path}.gate_up_proj"), plan.cut(f"{path}.down_proj")}
-    if cuts not in ({Cut.WHOLE}, {Cut.PACKED_OUTPUTS, Cut.INPUTS}):
-        raise UnsupportedModelError(f"{build.config.architecture}: ranks cannot share {path} as its plan says")
-    return Experts(build, path.rpartition(".")[2], count, hidden, width, names.experts(path), cuts != {Cut.WHOLE})
-
-
-def _is_silu_gate(module: Any) -> bool:
-    x = torch.randn(4, 16, generator=torch.Generator().manual_seed(0))
-    gate, up = x.chunk(2, dim=-1)
-    try:
-        return torch.allclose(module._apply_gate(x), F.silu(gate) * up, atol=1e-5)
-    except Exception:
-        return False
-
-
-def _groups(siblings: Sequence[Sequence[str]], matrices: dict[str, Matrix]) -> list[list[str]]:
-    """The matrices, those together that read one input in one module and are cut alike."""
-    groups: list[list[str]] = []
-    seen: set[str] = set()
-    for group in siblings:
-        run: list[str] = []
-        for path in group:
-            if path not in matrices or path in seen:
-                run = []
-                continue
-            seen.add(path)
-            previous = run[-1] if run else None
-            joins = (
-                previous is not None
-                and previous.rpartition(".")[0] == path.rpartition(".")[0]
-                and matrices[previous].fuses_with == matrices[path].fuses_with
-                and matrices[path].cut is not Cut.INPUTS
-            )
-            if joins:
-                run.append(path)
-            else:
-                groups.append(run := [path])
-    return groups + [[path] for path in matrices if path not in seen]
-
-
-def _put(root: nn.Module, path: str, module: nn.Module) -> None:
-    owner, _, name = path.rpartition(".")
-    root.get_submodule(owner)._modules[name] = module

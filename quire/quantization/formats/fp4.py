@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from quire.errors import CheckpointError
 from quire.kernels.weights.base import Allocate, QuantizedWeight
 from quire.kernels.weights.fp4 import Fp4Weight
 from quire.quantization.formats import checks
@@ -16,6 +17,7 @@ from quire.quantization.formats.scaled import SCALAR_SHAPES
 
 _RANDOM_SCALE = 64.0
 _RANDOM_FACTOR = 0.02 / 2.926 / _RANDOM_SCALE
+_LARGEST_EXPONENT = 128
 _RANDOM_EXPONENT = 119
 """Random codes have a root mean square of 2.926; so random weights have a standard deviation of about 0.02."""
 
@@ -119,7 +121,9 @@ class Mxfp4Experts:
         self, shape: Sequence[int], dtype: torch.dtype, allocate: Allocate, starts: Sequence[int] = (0,)
     ) -> Fp4Weight:
         """A stack without values."""
-        return Fp4Weight.allocate(shape, dtype, allocate)
+        weight = Fp4Weight.allocate(shape, dtype, allocate)
+        weight.bounded = True
+        return weight
 
     def stored(
         self, shape: tuple[int, int, int], experts: slice, rows: slice, columns: slice
@@ -142,7 +146,9 @@ class Mxfp4Experts:
         """Fill a stack from the parts that were read, an expert at a time."""
         assert isinstance(weight, Fp4Weight)
         blocks, scales = checks.need(read, f"{self.name}_blocks"), checks.need(read, f"{self.name}_scales")
-        checks.check_exponents(f"{self.name}_scales", exponents(scales))
+        found = checks.check_exponents(f"{self.name}_scales", exponents(scales))
+        if (found > _LARGEST_EXPONENT).any():
+            raise CheckpointError(f"{self.name}_scales has scales above 2, which the kernels do not support")
         for index in range(len(blocks)):
             codes = unpack_pairs(blocks[index].to(weight.device).flatten(-2))
             scale = exponents(scales[index].to(weight.device))

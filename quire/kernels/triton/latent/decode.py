@@ -315,8 +315,9 @@ class LatentDecode:
             from quire.kernels.triton.latent import hopper
 
             kernel = hopper._few_heads if self.tile.transposed else hopper._many_heads
-            names = ("HEADS", "EACH", "QUERIES", "NOPE", "num_warps", *(("M",) if self.tile.transposed else ()))
-            constants = {name: constants[name] for name in names}
+            unused = {"RANK", "RANK_P2", "ROPE", "ROPE_P2", "TILE", "TRANSPOSED", "PRECISION", "STAGES"}
+            unused |= set() if self.tile.transposed else {"M"}
+            constants = {name: value for name, value in constants.items() if name not in unused}
         kernel[(self.programs,)](
             q, absorbed, kv, tables, rows, lens, plan.ranges, self.partial, self.stats, scale * LOG2_E, q.stride(0),
             q.stride(1), kv.stride(0), tables.stride(0), BLOCK=kv.shape[1], **constants,

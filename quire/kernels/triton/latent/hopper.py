@@ -25,6 +25,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from quire.kernels.triton.launch import gdc_launch_dependents, gdc_wait
+
 HEADER_SIZE: gl.constexpr = gl.constexpr(8)
 ENTRY_SIZE: gl.constexpr = gl.constexpr(8)
 
@@ -51,6 +53,7 @@ def _many_heads(
     q, absorbed, kv, tables, rows, lens, plan, partial, stats, scale, stride_token, stride_head, stride_block,
     stride_table,
     HEADS: gl.constexpr, EACH: gl.constexpr, QUERIES: gl.constexpr, NOPE: gl.constexpr, BLOCK: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
     RANK: gl.constexpr = 512
     ROPE: gl.constexpr = 64
@@ -70,6 +73,9 @@ def _many_heads(
     shares = gl.allocate_shared_memory(DTYPE, [64, 64], SHARED)
 
     program = gl.program_id(0)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     entry = plan + HEADER_SIZE + program * ENTRY_SIZE
     row = gl.load(entry)
     head_tile = gl.load(entry + 1)
@@ -186,7 +192,7 @@ def _few_heads(
     q, absorbed, kv, tables, rows, lens, plan, partial, stats, scale, stride_token, stride_head, stride_block,
     stride_table,
     HEADS: gl.constexpr, EACH: gl.constexpr, QUERIES: gl.constexpr, NOPE: gl.constexpr, BLOCK: gl.constexpr,
-    M: gl.constexpr,
+    M: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     RANK: gl.constexpr = 512
     ROPE: gl.constexpr = 64
@@ -206,6 +212,9 @@ def _few_heads(
     shares = gl.allocate_shared_memory(DTYPE, [M, 64], SHARED)
 
     program = gl.program_id(0)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     entry = plan + HEADER_SIZE + program * ENTRY_SIZE
     row = gl.load(entry)
     head_tile = gl.load(entry + 1)

@@ -158,6 +158,65 @@ def split_fp4(codes, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def split_fp4_pairs(codes, DTYPE: tl.constexpr, RAW: tl.constexpr):
+    """Two bytes of codes as one int16: (low nibble of the first, of the second, high nibble of the first, of the
+    second) as e2m1 numbers in DTYPE. A thread's elements stay where they are: nothing is packed or unpacked.
+
+    RAW: bfloat16 is left 2^126 times too small, to be multiplied by `raw_power_of_two`.
+    """
+    if tl.bfloat16 == DTYPE and not EMULATED and RAW:
+        a, b, c, d = tl.inline_asm_elementwise(
+            """{ .reg .b32 s, t;
+            shl.b32 s, $4, 12;
+            shl.b32 t, $4, 6;
+            and.b32 t, t, 0x01c001c0;
+            lop3.b32 $0, s, 0x80008000, t, 0xea;
+            shl.b32 s, $4, 4;
+            shr.b32 t, $4, 2;
+            and.b32 t, t, 0x01c001c0;
+            lop3.b32 $1, s, 0x80008000, t, 0xea;
+            shl.b32 s, $4, 8;
+            shl.b32 t, $4, 2;
+            and.b32 t, t, 0x01c001c0;
+            lop3.b32 $2, s, 0x80008000, t, 0xea;
+            shr.b32 t, $4, 6;
+            and.b32 t, t, 0x01c001c0;
+            lop3.b32 $3, $4, 0x80008000, t, 0xea; }""",
+            "=&r,=&r,=&r,=&r,r", [codes], (tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), True, 2,
+        )  # fmt: skip
+    elif tl.bfloat16 == DTYPE and not EMULATED:
+        a, b, c, d = tl.inline_asm_elementwise(
+            """{ .reg .b32 s, t, m;
+            mov.b32 m, 0x7e807e80;
+            shl.b32 s, $4, 12;
+            shl.b32 t, $4, 6;
+            and.b32 t, t, 0x01c001c0;
+            lop3.b32 $0, s, 0x80008000, t, 0xea;
+            shl.b32 s, $4, 4;
+            shr.b32 t, $4, 2;
+            and.b32 t, t, 0x01c001c0;
+            lop3.b32 $1, s, 0x80008000, t, 0xea;
+            shl.b32 s, $4, 8;
+            shl.b32 t, $4, 2;
+            and.b32 t, t, 0x01c001c0;
+            lop3.b32 $2, s, 0x80008000, t, 0xea;
+            shr.b32 t, $4, 6;
+            and.b32 t, t, 0x01c001c0;
+            lop3.b32 $3, $4, 0x80008000, t, 0xea;
+            mul.rn.bf16x2 $0, $0, m;
+            mul.rn.bf16x2 $1, $1, m;
+            mul.rn.bf16x2 $2, $2, m;
+            mul.rn.bf16x2 $3, $3, m; }""",
+            "=&r,=&r,=&r,=&r,r", [codes], (tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), True, 2,
+        )  # fmt: skip
+    else:
+        wide = codes.to(tl.int32)
+        a, b = _fp4(wide & 15).to(DTYPE), _fp4((wide >> 8) & 15).to(DTYPE)
+        c, d = _fp4((wide >> 4) & 15).to(DTYPE), _fp4((wide >> 12) & 15).to(DTYPE)
+    return a, b, c, d
+
+
+@triton.jit
 def affine(value, zero, scale, minimum, DTYPE: tl.constexpr):
     """(value - zero) * scale + minimum, where value - zero is exact: rounded once, to DTYPE. All are in DTYPE."""
     if tl.bfloat16 == DTYPE and not EMULATED:
@@ -179,6 +238,16 @@ def times(value, scale, DTYPE: tl.constexpr):
     else:
         out = (value.to(tl.float32) * scale.to(tl.float32)).to(DTYPE)
     return out
+
+
+@triton.jit
+def raw_power_of_two(exponent, DTYPE: tl.constexpr):
+    """2^(exponent - 127) of uint8 exponents up to 128, times what `split_fp4_pairs` has left out."""
+    if tl.bfloat16 == DTYPE and not EMULATED:
+        scale = ((exponent.to(tl.int16) + 126) << 7).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    else:
+        scale = power_of_two(exponent, DTYPE)
+    return scale
 
 
 @triton.jit

@@ -38,6 +38,8 @@ class Stack:
     """Inputs that share a scale; of `block`: outputs that share one."""
     half: int = 0
     """Half a span: a byte holds inputs j and j + half (4 bits)."""
+    bounded: bool = False
+    """MXFP4: no scale is above 2."""
     copy: torch.Tensor | None = None
     """The same numbers in `dtype`, if memory is spent on them."""
 
@@ -97,7 +99,7 @@ def stack_of(weight: QuantizedWeight) -> Stack | None:
         kind = "nvfp4" if weight.factor is not None else "mxfp4"
         return Stack(
             kind, shape, weight.dtype, weight.codes, weight.scale, factor=weight.factor, group=weight.group, half=half,
-            copy=weight.copy,
+            bounded=weight.bounded, copy=weight.copy,
         )  # fmt: skip
     return None
 

@@ -30,8 +30,10 @@ from quire.kernels.triton.moe.tile import GROUP, SWAPPED, WIDE
 from quire.kernels.triton.quantized.expert_codes import (
     affine,
     power_of_two,
+    raw_power_of_two,
     scale_of,
     split_fp4,
+    split_fp4_pairs,
     split_int4,
     times,
     to_codes,
@@ -291,6 +293,8 @@ def group_of(
             own = own.to(tl.float32) * tl.load(factor + whole)
         elif KIND == "mxfp4":
             own = power_of_two(own, DTYPE)
+        elif KIND == "mxfp4-bounded":
+            own = raw_power_of_two(own, DTYPE)
         elif minimum is not None:
             least = _group_values(minimum, expert, first, column, k, N, K, ALL, G, BLOCK_N)
         elif zero is not None:
@@ -306,7 +310,7 @@ def numbers(code, group, KIND: tl.constexpr, DTYPE: tl.constexpr):
     """Codes [outputs, inputs of one group] as numbers, each rounded once to DTYPE."""
     if KIND == "codes" or KIND == "nvfp4":
         value = (code.to(tl.float32) * group[0][:, None]).to(DTYPE)
-    elif KIND == "mxfp4":
+    elif KIND == "mxfp4" or KIND == "mxfp4-bounded":
         value = times(code, group[0][:, None], DTYPE)
     else:
         if KIND == "int8":
@@ -356,15 +360,31 @@ def _add_product(
 
 
 @triton.jit
+def _add_pairs(
+    total, even, odd, high_even, high_odd, codes, groups, KIND: tl.constexpr, DTYPE: tl.constexpr
+):  # fmt: skip
+    """As `_add_product`, of MXFP4 codes in pairs of bytes: four products, of even and of odd inputs apart."""
+    a, b, c, d = split_fp4_pairs(codes, DTYPE, KIND == "mxfp4-bounded")
+    total = tl.dot(numbers(a, groups[0], KIND, DTYPE), even.T, total, input_precision="ieee")
+    total = tl.dot(numbers(b, groups[0], KIND, DTYPE), odd.T, total, input_precision="ieee")
+    total = tl.dot(numbers(c, groups[1], KIND, DTYPE), high_even.T, total, input_precision="ieee")
+    return tl.dot(numbers(d, groups[1], KIND, DTYPE), high_odd.T, total, input_precision="ieee")
+
+
+@triton.jit
 def _dequantized(
     x, weight, scale, zero, minimum, factor, bias, order, spans, y,
     E: tl.constexpr, TOP: tl.constexpr, N: tl.constexpr, K: tl.constexpr, KIND: tl.constexpr, G: tl.constexpr,
     HALF: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr, UNROLL: tl.constexpr,
     STAGES: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr, GROUP: tl.constexpr, SPAN: tl.constexpr,
-    DTYPE: tl.constexpr, PDL: tl.constexpr,
+    DTYPE: tl.constexpr, PAIRS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A product takes BLOCK_B bytes of a weight row, whose low nibbles (or all 8 bits) have one scale, and whose high
-    nibbles have one."""
+    nibbles have one.
+
+    PAIRS: codes are read as int16, two bytes each; x has the even inputs of every 32 before the odd ones, and so have
+    the features that the first product writes.
+    """
     BYTES: tl.constexpr = K // 2 if HALF else K
     ALL: tl.constexpr = 2 * N if GATED else N
     WIDTH: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
@@ -379,7 +399,7 @@ def _dequantized(
     pair = tl.load(order + held)
     source = (pair // TOP if GATED else held).to(tl.int64)
     target = (row if GATED else pair).to(tl.int64)
-    depth = tl.arange(0, BLOCK_B)[None, :]
+    depth = tl.arange(0, BLOCK_B // 2 if PAIRS else BLOCK_B)[None, :]
     lines = x + source[:, None] * K + depth
     line = expert * ALL
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
@@ -398,25 +418,54 @@ def _dequantized(
                 up_groups = _groups_of(
                     scale, zero, minimum, factor, expert, N, column, k, KIND, HALF, N, K, ALL, G, BLOCK_N, DTYPE
                 )  # fmt: skip
-            if HALF or K % BLOCK_B == 0:
-                low = tl.load(lines + k)
+            if PAIRS:
+                even = tl.load(lines + k)
+                odd = tl.load(lines + k + BLOCK_B // 2)
+                high_even = tl.load(lines + k + HALF)
+                high_odd = tl.load(lines + k + HALF + BLOCK_B // 2)
+                codes = _code_tile(weight, None, line, column, b // 2, N, BYTES // 2, BLOCK_N, BLOCK_B // 2)
+                total = _add_pairs(total, even, odd, high_even, high_odd, codes, groups, KIND, DTYPE)
+                if GATED:
+                    codes = _code_tile(weight, None, line + N, column, b // 2, N, BYTES // 2, BLOCK_N, BLOCK_B // 2)
+                    gated = _add_pairs(gated, even, odd, high_even, high_odd, codes, up_groups, KIND, DTYPE)
             else:
-                low = tl.load(lines + k, mask=k + depth < K, other=0.0)
-            high = low
-            if HALF:
-                high = tl.load(lines + k + HALF)
-            codes = _code_tile(weight, None, line, column, b, N, BYTES, BLOCK_N, BLOCK_B)
-            total = _add_product(total, low, high, codes, groups, KIND, HALF, DTYPE)
-            if GATED:
-                codes = _code_tile(weight, None, line + N, column, b, N, BYTES, BLOCK_N, BLOCK_B)
-                gated = _add_product(gated, low, high, codes, up_groups, KIND, HALF, DTYPE)
+                if HALF or K % BLOCK_B == 0:
+                    low = tl.load(lines + k)
+                else:
+                    low = tl.load(lines + k, mask=k + depth < K, other=0.0)
+                high = low
+                if HALF:
+                    high = tl.load(lines + k + HALF)
+                codes = _code_tile(weight, None, line, column, b, N, BYTES, BLOCK_N, BLOCK_B)
+                total = _add_product(total, low, high, codes, groups, KIND, HALF, DTYPE)
+                if GATED:
+                    codes = _code_tile(weight, None, line + N, column, b, N, BYTES, BLOCK_N, BLOCK_B)
+                    gated = _add_product(gated, low, high, codes, up_groups, KIND, HALF, DTYPE)
     outputs = column + tl.arange(0, BLOCK_N)
     total = _with_bias(total, bias, expert, 0, outputs, N, ALL, 0)
     if GATED:
         gated = _with_bias(gated, bias, expert, N, outputs, N, ALL, 0)
         total = gate_mul(total, gated, ACTIVATION)
     inside = (outputs < N)[:, None] & (row < end)[None, :]
-    tl.store(y + (target * N)[None, :] + outputs[:, None], total.to(y.dtype.element_ty), mask=inside)
+    if PAIRS and GATED:
+        place = outputs // 32 * 32 + outputs % 2 * 16 + outputs % 32 // 2
+    else:
+        place = outputs
+    tl.store(y + (target * N)[None, :] + place[:, None], total.to(y.dtype.element_ty), mask=inside)
+
+
+def in_pairs(*stacks: Stack) -> bool:
+    """Whether the stacks' codes are read two bytes at a time."""
+    return USE_PAIRS and all(stack.kind == "mxfp4" and stack.half >= 32 for stack in stacks)
+
+
+def evens_first(x: torch.Tensor) -> torch.Tensor:
+    """x [rows, inputs] with the even inputs of every 32 before the odd ones."""
+    return x.unflatten(1, (-1, 16, 2)).transpose(2, 3).flatten(1)
+
+
+USE_PAIRS = True
+"""Off only to compare."""
 
 
 def encode(x: torch.Tensor, stack: Stack) -> tuple[torch.Tensor, torch.Tensor]:
@@ -444,16 +493,19 @@ def tile_gate_up(
     config: ExpertsConfig,
     activation: str = "silu",
     encoded: bool = False,
+    pairs: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The features of every pair [pairs, width], in the layout's order; `encoded`: as (codes, scales) of groups of 128.
+    """The features of every pair [pairs, width], in the layout's order; `encoded`: as (codes, scales) of groups of 128;
+    `pairs`: codes are read in pairs, and features are written even ones first, see `_dequantized`.
 
     Bytes: the weights of the experts used, once; x once per pair, from L2 after the first read.
     Operations: 4 per weight and pair, on tensor cores.
     """
-    pairs, width = layout.order.shape[0], stack.outputs // 2
-    scales = x.new_empty((pairs, -(-width // BLOCK)), dtype=torch.float32) if encoded else None
-    out = x.new_empty((pairs, width), dtype=torch.float8_e4m3fn if encoded else x.dtype)
-    _launch(x, None, layout, stack, bias, out, scales, top_k, config, config.gate_up, True, activation)
+    count, width = layout.order.shape[0], stack.outputs // 2
+    scales = x.new_empty((count, -(-width // BLOCK)), dtype=torch.float32) if encoded else None
+    out = x.new_empty((count, width), dtype=torch.float8_e4m3fn if encoded else x.dtype)
+    x = evens_first(x) if pairs else x
+    _launch(x, None, layout, stack, bias, out, scales, top_k, config, config.gate_up, True, activation, pairs)
     return out, scales
 
 
@@ -465,14 +517,16 @@ def tile_down(
     bias: torch.Tensor | None,
     top_k: int,
     config: ExpertsConfig,
+    pairs: bool = False,
 ) -> torch.Tensor:
-    """The result of every pair [pairs, hidden], in token order. `scales`: features are codes, with these.
+    """The result of every pair [pairs, hidden], in token order. `scales`: features are codes, with these; `pairs`: as
+    in `tile_gate_up`.
 
     Bytes: the weights of the experts used, once; the features, and the results written. Operations: 2 per weight and
     pair, on tensor cores.
     """
     out = features.new_empty((features.shape[0], stack.outputs), dtype=stack.dtype)
-    _launch(features, scales, layout, stack, bias, out, None, top_k, config, config.down, False, "silu")
+    _launch(features, scales, layout, stack, bias, out, None, top_k, config, config.down, False, "silu", pairs)
     return out
 
 
@@ -489,15 +543,16 @@ def _launch(
     block: GemmTile,
     gated: bool,
     activation: str,
+    pairs: bool,
 ) -> None:
     columns = out.shape[1]
     grid = (layout.tiles * triton.cdiv(columns, block.n),)
     if not stack.quantizes:
         _dequantized[grid](
-            x, stack.codes, stack.scale, stack.zero, stack.minimum, stack.factor, bias, layout.order, layout.spans, out,
+            x, stack.codes.view(torch.int16) if pairs else stack.codes, stack.scale, stack.zero, stack.minimum, stack.factor, bias, layout.order, layout.spans, out,
             **_dequantized_constants(
-                stack.kind, stack.experts, top_k, columns, stack.inputs, stack.group, stack.half, config.block_m, block,
-                gated, activation, stack.dtype,
+                "mxfp4-bounded" if pairs and stack.bounded else stack.kind, stack.experts, top_k, columns, stack.inputs,
+                stack.group, stack.half, config.block_m, block, gated, activation, stack.dtype, pairs,
             ),
         )  # fmt: skip
         return
@@ -583,6 +638,7 @@ def _dequantized_constants(
     gated: bool,
     activation: str,
     dtype: torch.dtype,
+    pairs: bool = False,
 ) -> dict[str, Any]:
     """Constexpr arguments and launch options. Inputs of one product have one scale, so that it is a number per output;
     an iteration has as many products as `block.k` inputs need, where the whole divides into such iterations."""
@@ -609,6 +665,7 @@ def _dequantized_constants(
         "GROUP": GROUP if block_m > SWAPPED and columns >= WIDE * block.n else 1,
         "SPAN": SPAN,
         "DTYPE": _DTYPES[dtype],
+        "PAIRS": pairs,
         "num_warps": block.warps,
         **pdl(),
     }

@@ -22,7 +22,7 @@ from quire.kernels.triton.moe.tuning import BUCKETS, choose_experts
 from quire.kernels.triton.quantized.expert_scratch import scratch_experts
 from quire.kernels.triton.quantized.expert_stacks import Stack, stack_of
 from quire.kernels.triton.quantized.expert_tiles import BLOCK as GROUP
-from quire.kernels.triton.quantized.expert_tiles import tile_down, tile_gate_up
+from quire.kernels.triton.quantized.expert_tiles import in_pairs, tile_down, tile_gate_up
 from quire.kernels.triton.quantized.expert_vectors import vector_experts
 from quire.kernels.triton.tuning_table import bucket_of
 from quire.kernels.weights.base import QuantizedWeight, Weight
@@ -52,8 +52,11 @@ def tile_experts(
     layout = arrange(routing.experts, gate_up.experts, config.block_m)
     # A program that owns a whole group of features writes them as codes.
     encoded = gate_up.kind == down.kind == "block" and config.gate_up.n == GROUP
-    features, scales = tile_gate_up(x, layout, gate_up, gate_up_bias, routing.top_k, config, activation, encoded)
-    results = tile_down(features, scales, layout, down, down_bias, routing.top_k, config)
+    pairs = in_pairs(gate_up, down)
+    features, scales = tile_gate_up(
+        x, layout, gate_up, gate_up_bias, routing.top_k, config, activation, encoded, pairs
+    )  # fmt: skip
+    results = tile_down(features, scales, layout, down, down_bias, routing.top_k, config, pairs)
     return combine(results, routing.weights, routing.experts, gate_up.experts)
 
 
@@ -137,7 +140,7 @@ def _tile_heights(tokens_an_expert: float) -> list[int]:
     """block_m, the best guess first: most experts should need a single tile, or fill several."""
     if tokens_an_expert <= 8:
         return [16, 32]
-    if tokens_an_expert <= 32:
+    if tokens_an_expert <= 20:
         return [32, 16]
     return [64, 32] if tokens_an_expert <= 64 else [64, 128]
 

@@ -396,6 +396,97 @@ def _operand_order(slices: int, words: int, rows: int) -> list[list[int]]:
     return [[0, 1, 0], [0, words // 2, 0], *pairs[:1], *threads, *row[:1], *pairs[1:], *row[1:], *slice_]
 
 
+class ExpertLayouts(NamedTuple):
+    """Layouts of `expert_streams.py`: codes as they are loaded, 64 bytes of a row, and as operands."""
+
+    slice_p: Any
+    """Of arange over s, beside pairs of words [s, outputs, 2 spans, 8]; [:, None, None, None]."""
+    output_p: Any
+    span_p: Any
+    pair_p: Any
+    slice_g: Any
+    """Beside groups [s, outputs, 2 spans]."""
+    output_g: Any
+    span_g: Any
+    words: Any
+    """Words [s, outputs, 2 spans, 16]."""
+    a: Any
+    """[s, outputs, 32 words]."""
+    b: Any
+    total: Any
+    shared: Any
+    """Of x in shared memory: [s, 32 words, rows]."""
+    slice_x: Any
+    """Of x as it is loaded: [s, 32 words, rows]."""
+    input_x: Any
+    row_x: Any
+    slice_b: Any
+    input_b: Any
+    row_b: Any
+    halves: Any
+    """[s, 2, outputs, rows] before it is summed: all s in a thread."""
+    output_y: Any
+    """Beside [outputs, rows] as stored."""
+    row_y: Any
+    y: Any
+
+
+@functools.cache
+def expert_layouts(warps: int, outputs: int, rows: int, single: bool) -> ExpertLayouts:
+    """Layouts for tiles of `outputs` outputs and `rows` rows, or one."""
+    if INTERPRETED:
+        return ExpertLayouts(*[None] * 22)
+    total = gl.NVMMADistributedLayout([2, 0], [warps, 1, 1], [1, 16, 8])
+    b = gl.DotOperandLayout(1, total, 4)
+    warp_bases = [[1 << bit, 0, 0, 0] for bit in range(warps.bit_length() - 1)]
+    line_bases = [[0, bit, 0, 0] for bit in (1, 2, 4)]
+    tall = [[0, bit, 0, 0] for bit in (8, 16) if bit < outputs]
+
+    def codes(size: int) -> Any:
+        """A thread holds 16 bytes of a row: half a span."""
+        registers = [[0, 0, 0, 1 << bit] for bit in range((size // 2).bit_length() - 1)]
+        return gl.DistributedLinearLayout(
+            reg_bases=registers + tall,
+            lane_bases=[[0, 0, 0, size // 2], [0, 0, 1, 0], *line_bases],
+            warp_bases=warp_bases,
+            block_bases=[],
+            shape=[warps, outputs, 2, size],
+        )
+
+    x = (
+        gl.BlockedLayout([1, 1, 1], [1, 32, 1], [warps, 1, 1], [1, 0, 2])
+        if single
+        else gl.BlockedLayout([1, 8, 1], [1, 4, 8], [warps, 1, 1], [1, 2, 0])
+    )
+    y = gl.BlockedLayout([1, 1], [32 // rows, rows], [warps, 1], [1, 0])
+    pairs, words = codes(8), codes(16)
+    groups = gl.SliceLayout(3, words)
+    return ExpertLayouts(
+        slice_p=gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, pairs))),
+        output_p=gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, pairs))),
+        span_p=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, pairs))),
+        pair_p=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, pairs))),
+        slice_g=gl.SliceLayout(1, gl.SliceLayout(2, groups)),
+        output_g=gl.SliceLayout(0, gl.SliceLayout(2, groups)),
+        span_g=gl.SliceLayout(0, gl.SliceLayout(1, groups)),
+        words=words,
+        a=gl.DotOperandLayout(0, total, 4),
+        b=b,
+        total=total,
+        shared=gl.SharedLinearLayout(_operand_order(warps, 32, 1 if single else rows)),
+        slice_x=gl.SliceLayout(1, gl.SliceLayout(2, x)),
+        input_x=gl.SliceLayout(0, gl.SliceLayout(2, x)),
+        row_x=gl.SliceLayout(0, gl.SliceLayout(1, x)),
+        slice_b=gl.SliceLayout(1, gl.SliceLayout(2, b)),
+        input_b=gl.SliceLayout(0, gl.SliceLayout(2, b)),
+        row_b=gl.SliceLayout(0, gl.SliceLayout(1, b)),
+        halves=gl.BlockedLayout([warps, 2, 1, 1], [1, 1, 32 // rows, rows], [1, 1, warps, 1], [3, 2, 1, 0]),
+        output_y=gl.SliceLayout(1, y),
+        row_y=gl.SliceLayout(0, y),
+        y=y,
+    )
+
+
 class TileLayouts(NamedTuple):
     """Layouts of `multiply_stage`: a [outputs, inputs] in registers, x in shared memory."""
 

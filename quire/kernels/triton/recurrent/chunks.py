@@ -59,8 +59,8 @@ def _convolve(
     projected, projected_stride, conv, bias, out, out_stride, ring, ring_pages, ring_offsets, ring_stride,
     tables, table_stride, rows, query_starts, context_lens, chunk_rows, chunk_begins, skipped, scale,
     FIRST: tl.constexpr, CHANNELS: tl.constexpr, NORMED: tl.constexpr, WIDTH: tl.constexpr, LAST_WIDTH: tl.constexpr,
-    ALIGN: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, TOKENS: tl.constexpr, SLOTS: tl.constexpr, PIECE: tl.constexpr,
-    TAPS: tl.constexpr, PDL: tl.constexpr,
+    ALIGN: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, TOKENS: tl.constexpr, SLOTS: tl.constexpr,
+    PIECE: tl.constexpr, TAPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """NORMED blocks of WIDTH channels, l2-normalized, the first half of them times `scale`; then of LAST_WIDTH."""
     SIZE: tl.constexpr = projected.dtype.element_ty.primitive_bitwidth // 8
