@@ -191,3 +191,13 @@ class ShortConv:
     def channels(self) -> int:
         """Of the convolution."""
         return self.conv.shape[1]
+
+    @property
+    def in_width(self) -> int:
+        """Of the inputs."""
+        return 3 * self.channels
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Channels."""
+        return (self.channels,)

@@ -12,41 +12,26 @@ from quire.layers.attention.base import AttentionInputs
 from quire.layers.build_context import BuildContext
 from quire.layers.caches import StateCache, StatePart, StateView
 from quire.layers.linear import FusedLinear, FusedPart, RowParallelLinear
-from quire.layers.recurrent import kept_rows
-from quire.loading.weights import Target
+from quire.layers.recurrent import Recurrence, kept_rows
 
 PIECE = 256
 """Most channels of a piece of the ring: a piece lies within one page."""
 
 
-class ShortConvRecurrence(nn.Module):
+class ShortConvRecurrence(Recurrence):
     """Gates and convolution; see `ShortConv`."""
 
-    group = 0
-    """The cache group that the states are in."""
+    conv_name = "conv"
+    spec: ShortConv
 
-    def __init__(self, build: BuildContext, keep: slice, channels: int, taps: int, bias: bool) -> None:
+    def __init__(self, build: BuildContext, layer: int, keep: slice, channels: int, taps: int, bias: bool) -> None:
         """`keep`: this rank's of all `channels`."""
-        super().__init__()
-        self.ops = build.ops
-        self.keep, self.all_channels = keep, channels
-        size = keep.stop - keep.start
-        self.conv = build.parameter(taps, size)
-        self.bias = build.parameter(size) if bias else None
+        super().__init__(build, layer, taps, [keep], channels, bias)
         self.spec = ShortConv(self.conv, self.bias)
 
     def forward(self, projected: torch.Tensor, states: StateView, inputs: AttentionInputs) -> torch.Tensor:
         """[tokens, channels] from the products [tokens, B | C | x]."""
         return self.ops.short_conv(projected, self.spec, states, inputs.of(self.group))
-
-    def targets(self) -> dict[str, list[Target]]:
-        """The rank's channels."""
-        total, taps = self.all_channels, len(self.conv)
-        weight = Target(self.conv, (total, 1, taps), (self.keep,), lambda weight: weight.squeeze(1).t())
-        collected = {"conv.weight": [weight]}
-        if self.bias is not None:
-            collected["conv.bias"] = [Target(self.bias, (total,), (self.keep,))]
-        return collected
 
 
 class ShortConvMixer(nn.Module):
@@ -59,7 +44,7 @@ class ShortConvMixer(nn.Module):
         keep = build.ranks.slice(size, "channels of short convolutions")
         rows = kept_rows((0, size, 2 * size), (keep, keep, keep))  # B, C, x
         self.in_proj = FusedLinear(build, size, [FusedPart("in_proj", 3 * size, each) for each in rows], bias)
-        self.recurrence = ShortConvRecurrence(build, keep, size, taps, bias)
+        self.recurrence = ShortConvRecurrence(build, layer, keep, size, taps, bias)
         self.out_proj = RowParallelLinear(build, "out_proj", size, size, bias)
 
     def forward(self, projected: torch.Tensor, states: StateView, inputs: AttentionInputs) -> torch.Tensor:

@@ -55,8 +55,6 @@ def random_short_conv(channels: int, dtype: torch.dtype, device: str, taps: int 
 
 def random_inputs(layer: DeltaNet | Mamba2 | ShortConv, tokens: int, dtype: torch.dtype) -> torch.Tensor:
     """What the input product gives."""
-    if isinstance(layer, ShortConv):
-        return torch.randn(tokens, 3 * layer.channels, device=layer.conv.device).to(dtype)
     return torch.randn(tokens, layer.in_width, device=layer.conv.device).to(dtype)
 
 
