@@ -347,7 +347,7 @@ def time_step_limit(raw: Mapping[str, Any]) -> tuple[float, float]:
 class Mamba2Mixer(nn.Module):
     """A Mamba 2 mixer with its input and output products."""
 
-    def __init__(self, build: BuildContext, settings: Mamba2Settings, layer: int) -> None:
+    def __init__(self, build: BuildContext, layer: int, settings: Mamba2Settings) -> None:
         super().__init__()
         size = build.config.hidden_size
         heads = settings.of_rank(build)

@@ -13,6 +13,7 @@ from quire.errors import StoreError
 from quire.kvcache.block_tables import BlockTables
 from quire.kvcache.groups import GroupTable
 from quire.kvcache.offload.manager import OffloadManager
+from quire.kvcache.offload.page_keys import pages_to_continue
 from quire.kvcache.offload.transfers import SaveTransfer
 from quire.kvcache.prefix_cache import ContentKeys
 from quire.messages.request import Request
@@ -279,7 +280,7 @@ class SessionKV:
         self.suspended += 1
         self._record_kv(resident)
         if self._tiers is not None:
-            pairs = self._tables.tier_pairs(resident, resident.keys, resident.tokens, self._end_key(resident))
+            pairs = pages_to_continue(self._tables, resident, resident.keys, resident.tokens, self._end_key(resident))
             if self._pinned is None:
                 self._pin_in_host(resident.name, [key for key, _ in pairs])
             self._saves[resident.name] = self._tiers.save(pairs, to_disk=True)

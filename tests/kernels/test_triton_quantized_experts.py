@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ from quire.kernels.triton.moe.common import ChosenExperts, ExpertsConfig, GemmTi
 from quire.kernels.triton.quantized.expert_scratch import dequantize_stack  # isort: skip
 from quire.kernels.triton.quantized.expert_stacks import Stack, stack_of  # isort: skip
 from quire.kernels.triton.quantized.expert_streams import stream_experts  # isort: skip
-from quire.kernels.triton.quantized.expert_tiles import encode  # isort: skip
+from quire.kernels.triton.quantized.expert_tiles import encode, in_pairs  # isort: skip
 from quire.kernels.triton.quantized.expert_vectors import vector_experts  # isort: skip
 from quire.kernels.triton.quantized.registry import ReferenceProducts  # isort: skip
 from quire.kernels.weights.base import QuantizedWeight  # isort: skip
@@ -281,7 +281,43 @@ def test_configurations_exist_for_any_number_of_tokens(kind: str) -> None:
     gate_up, down = stack_of(make(kind, (2, 256, 128))), stack_of(make(kind, (2, 128, 128)))
     assert gate_up is not None
     assert down is not None
-    kernels = [quantized.config_of(gate_up, down, 2, tokens, False).kernel for tokens in (1, 4, 8, 100, 100_000)]
+    kernels = [quantized.config_of(gate_up, down, 2, tokens, False).kernel for tokens in (1, 4, 8, 400, 100_000)]
     many = "tile" if gate_up.quantizes else "scratch"
     assert kernels == ["vector", "vector", "tile", many, many]
     assert quantized.config_of(gate_up, down, 2, 1, True) == quantized.config_of(gate_up, down, 2, 5000, True)
+
+
+@pytest.mark.parametrize("bounded", [True, False])
+@pytest.mark.parametrize(("hidden", "width"), [(64, 192), (128, 64)])
+def test_mxfp4_codes_in_pairs_of_bytes(hidden: int, width: int, bounded: bool) -> None:
+    given = case("mxfp4", 5, hidden, width, biased=True, activation="clamped_swiglu")
+    given.gate_up.bounded = given.down.bounded = bounded
+    assert in_pairs(*given.stacks)
+    for block_m in (16, 64) if ON_GPU else (16,):
+        config = ExpertsConfig("tile", GemmTile(64, 64, 4, 2), GemmTile(64, 192, 4, 2), block_m)
+        assert_close(given.run(config), given.expected())
+
+
+def test_mxfp4_stacks_that_do_not_fit_pairs_are_read_byte_by_byte() -> None:
+    given = case("mxfp4", 3, 96, 64)  # 96 inputs: spans of 32
+    assert not in_pairs(*given.stacks)
+    assert_close(given.run(ExpertsConfig("tile", GemmTile(32, 64, 4, 1), GemmTile(32, 64, 4, 1), 16)), given.expected())
+
+
+def test_copies_are_multiplied_from_fewer_tokens_on() -> None:
+    stacks = [stack_of(make("mxfp4", shape)) for shape in ((4, 256, 128), (4, 128, 128))]
+    assert stacks[0] is not None and stacks[1] is not None
+    copied = [replace(stack, copy=stack.codes) for stack in stacks]
+    for tokens, plain, with_copy in ((64, "tile", "tile"), (128, "tile", "scratch"), (1024, "scratch", "scratch")):
+        assert quantized.config_of(*stacks, 2, tokens, False).kernel == plain
+        assert quantized.config_of(*copied, 2, tokens, False).kernel == with_copy
+
+
+def test_a_copy_is_read_instead_of_the_codes() -> None:
+    given = case("mxfp4", 3, 64, 64)
+    expected = given.expected()
+    for weight in (given.gate_up, given.down):
+        weight.copy = weight.dequantize()
+        weight.codes.zero_()
+    config = ExpertsConfig("scratch", GemmTile(64, 32, 4, 2), GemmTile(64, 32, 4, 2), 16)
+    assert_close(given.run(config), expected)

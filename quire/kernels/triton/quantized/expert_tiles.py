@@ -549,7 +549,8 @@ def _launch(
     grid = (layout.tiles * triton.cdiv(columns, block.n),)
     if not stack.quantizes:
         _dequantized[grid](
-            x, stack.codes.view(torch.int16) if pairs else stack.codes, stack.scale, stack.zero, stack.minimum, stack.factor, bias, layout.order, layout.spans, out,
+            x, stack.codes.view(torch.int16) if pairs else stack.codes, stack.scale, stack.zero, stack.minimum,
+            stack.factor, bias, layout.order, layout.spans, out,
             **_dequantized_constants(
                 "mxfp4-bounded" if pairs and stack.bounded else stack.kind, stack.experts, top_k, columns, stack.inputs,
                 stack.group, stack.half, config.block_m, block, gated, activation, stack.dtype, pairs,

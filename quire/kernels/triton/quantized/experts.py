@@ -34,8 +34,9 @@ Task = Callable[[], object]
 
 MAX_VECTOR_TOKENS = 8
 """With more, tokens share experts often enough for tiles to pay."""
-SCRATCH_TOKENS = 80
-"""Tokens an expert from which on stacks are dequantized whole: measured with 4-bit weights on an H200."""
+SCRATCH_TOKENS, PAIRED_SCRATCH_TOKENS, COPY_TOKENS = 80, 200, 40
+"""Tokens an expert from which on stacks are dequantized whole; the same for MXFP4 codes in pairs; from which on 16-bit
+copies are multiplied, where there are some: measured with 4-bit weights on an H200."""
 MAX_VECTOR_BYTES = 4096
 """Of a weight row: a program holds whole rows in registers."""
 
@@ -121,6 +122,11 @@ _DEQUANTIZED = {
     128: ([(128, 128, 8, 3), (64, 128, 8, 3)], [(128, 128, 8, 3), (256, 128, 8, 3)]),
 }
 """The same for weights that are dequantized; block_k are inputs of an iteration."""
+_PAIRED = _DEQUANTIZED | {
+    32: ([(128, 64, 8, 4), (64, 64, 4, 4), (128, 192, 8, 3)], [(128, 64, 8, 4), (128, 192, 8, 3), (64, 64, 4, 4)]),
+    64: ([(128, 64, 8, 4), (64, 64, 4, 3), (128, 192, 8, 3)], [(128, 64, 8, 4), (128, 192, 8, 3), (128, 64, 4, 3)]),
+}
+"""The same for MXFP4 codes that are read in pairs (`expert_tiles.in_pairs`)."""
 
 
 def candidates(gate_up: Stack, down: Stack, top_k: int, tokens: int) -> list[Candidates]:
@@ -132,8 +138,9 @@ def candidates(gate_up: Stack, down: Stack, top_k: int, tokens: int) -> list[Can
         found.append(Candidates(ExpertsConfig("stream", *tiles), *_STREAMS))
     elif tokens <= MAX_VECTOR_TOKENS and _fits_vectors(gate_up) and _fits_vectors(down):
         found.append(Candidates(ExpertsConfig("vector", vectors[0][0], vectors[1][0]), *vectors))
-    table = _SCALED if gate_up.quantizes else _DEQUANTIZED
-    for block_m in _tile_heights(tokens * top_k / gate_up.experts):
+    pairs, each = in_pairs(gate_up, down), tokens * top_k / gate_up.experts
+    table = _SCALED if gate_up.quantizes else _PAIRED if pairs else _DEQUANTIZED
+    for block_m in _tile_heights(each, pairs):
         if block_m not in table:
             continue
         gate_ups, downs = ([GemmTile(*block) for block in blocks] for blocks in table[block_m])
@@ -141,19 +148,20 @@ def candidates(gate_up: Stack, down: Stack, top_k: int, tokens: int) -> list[Can
         found.append(Candidates(ExpertsConfig("tile", gate_ups[0], downs[0], block_m, tma), gate_ups, downs))
     if found[0].base.kernel in ("vector", "stream") and tokens > MAX_VECTOR_TOKENS // 2:
         found.append(found.pop(0))
-    if not (gate_up.quantizes or down.quantizes) and 4 * tokens * top_k > SCRATCH_TOKENS * gate_up.experts:
+    copied = gate_up.copy is not None and down.copy is not None
+    enough = COPY_TOKENS if copied else PAIRED_SCRATCH_TOKENS if pairs else SCRATCH_TOKENS
+    if not (gate_up.quantizes or down.quantizes) and 4 * each > enough:
         shape = ExpertsShape(gate_up.experts, top_k, down.inputs, gate_up.inputs)
         config = replace(choose_experts(shape, tokens, gate_up.dtype), kernel="scratch")
-        first = tokens * top_k > SCRATCH_TOKENS * gate_up.experts
-        found.insert(0 if first else len(found), Candidates(config, [config.gate_up], [config.down]))
+        found.insert(0 if each > enough else len(found), Candidates(config, [config.gate_up], [config.down]))
     return found
 
 
-def _tile_heights(tokens_an_expert: float) -> list[int]:
+def _tile_heights(tokens_an_expert: float, pairs: bool) -> list[int]:
     """block_m, the best guess first: most experts should need a single tile, or fill several."""
     if tokens_an_expert <= 8:
         return [16, 32]
-    if tokens_an_expert <= 20:
+    if tokens_an_expert <= (20 if pairs else 32):
         return [32, 16]
     return [64, 32] if tokens_an_expert <= 64 else [64, 128]
 
@@ -316,4 +324,7 @@ def expert_kernels(
         return {}
     buckets = [tokens for tokens in BUCKETS if tokens < 2 * max_tokens]
     configs = [config_of(*stacks, top_k, tokens, batch_invariant) for tokens in buckets]
+    if not stacks[0].quantizes and not batch_invariant:  # they may get copies once they are loaded
+        marks = [replace(stack, copy=stack.codes) for stack in stacks]
+        configs += [config_of(marks[0], marks[1], top_k, tokens, False) for tokens in buckets]
     return launches(*stacks, top_k, renormalise, routed, dict.fromkeys(configs), biased, activation)
