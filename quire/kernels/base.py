@@ -10,7 +10,7 @@ import torch
 from quire.kernels.gates import PLAIN_EXPERTS, ExpertVariant
 from quire.kernels.kv import LayerKV
 from quire.kernels.routing import RouteRule
-from quire.kernels.states import DeltaNet, Mamba2, States, StepRows
+from quire.kernels.states import DeltaNet, Mamba2, ShortConv, States, StepRows
 from quire.kernels.weights.base import Weight
 
 
@@ -235,6 +235,13 @@ class Ops(Protocol):
         """A Mamba 2 mixer from its input products to before its gate and norm; reads and writes the rows' states.
 
         projected [tokens, z | x | B | C | dt]; the result is [tokens, heads * head_dim]
+        """
+        ...
+
+    def short_conv(self, projected: torch.Tensor, layer: ShortConv, states: States, step: StepRows) -> torch.Tensor:
+        """A gated short convolution from its input products; reads and writes the rows' states.
+
+        projected [tokens, B | C | x]; the result is [tokens, channels]
         """
         ...
 

@@ -13,7 +13,7 @@ from quire.kernels.base import CompilableKernel
 from quire.kernels.gates import PLAIN_EXPERTS, ExpertVariant, gate_mul
 from quire.kernels.kv import LayerKV, QuantizedKV
 from quire.kernels.routing import RouteRule, add_shared, route_by_rule
-from quire.kernels.states import DeltaNet, Mamba2, States, StepRows
+from quire.kernels.states import DeltaNet, Mamba2, ShortConv, States, StepRows
 from quire.kernels.weights.base import Weight, reference_linear
 
 
@@ -212,6 +212,9 @@ class TorchOps:
 
     def mamba2(self, projected: torch.Tensor, layer: Mamba2, states: States, step: StepRows) -> torch.Tensor:
         return reference_states.mamba2(projected, layer, states, step)
+
+    def short_conv(self, projected: torch.Tensor, layer: ShortConv, states: States, step: StepRows) -> torch.Tensor:
+        return reference_states.short_conv(projected, layer, states, step)
 
     def gated_norm(
         self, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, groups: int, eps: float

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from quire.kernels.states import RING, STATE, DeltaNet, Mamba2, States, StepRows
+from quire.kernels.states import RING, STATE, DeltaNet, Mamba2, ShortConv, States, StepRows
 
 CHUNK = 64
 MIN_CHUNKED = 8
@@ -58,13 +58,17 @@ def _padded_rows(step: StepRows, device: torch.device) -> list[_Padded]:
 
 
 def convolve(
-    x: torch.Tensor, conv: torch.Tensor, bias: torch.Tensor | None, states: States, rows: _Padded
+    x: torch.Tensor,
+    conv: torch.Tensor,
+    bias: torch.Tensor | None,
+    states: States,
+    rows: _Padded,
+    ring_part: int = RING,
 ) -> torch.Tensor:
-    """silu of the causal convolution of x [tokens, channels]: [rows, length, channels]; writes the rings."""
+    """The causal convolution of x [tokens, channels]: [rows, length, channels]; writes the rings."""
     taps, channels = conv.shape
-    part = states.parts[RING]
-    slots, width = part.shape
-    ring = states.read(RING, rows.tables).transpose(1, 2).reshape(-1, slots, channels)
+    slots, width = states.parts[ring_part].shape
+    ring = states.read(ring_part, rows.tables).transpose(1, 2).reshape(-1, slots, channels)
     inputs = rows.gather(x)
     back = torch.arange(1 - taps, 0, device=x.device)
     before = rows.begin[:, None] + back
@@ -80,8 +84,8 @@ def convolve(
     position = end - 1 - (end - 1 - slot) % slots
     fresh = inputs.gather(1, (position - rows.begin[:, None]).clamp(0, length - 1)[:, :, None].expand(-1, -1, channels))
     ring = torch.where((position >= rows.begin[:, None])[:, :, None], fresh.to(ring.dtype), ring)
-    states.write(RING, rows.tables, ring.view(-1, slots, channels // width, width).transpose(1, 2))
-    return F.silu(out)
+    states.write(ring_part, rows.tables, ring.view(-1, slots, channels // width, width).transpose(1, 2))
+    return out
 
 
 def _begin_states(states: States, rows: _Padded) -> torch.Tensor:
@@ -97,7 +101,7 @@ def delta_net(projected: torch.Tensor, layer: DeltaNet, states: States, step: St
     keys, values, heads = layer.key_heads * layer.key_dim, layer.width, layer.value_heads
     mixed, z, b, a = projected.split([layer.channels, values, heads, heads], dim=-1)
     for rows in _padded_rows(step, projected.device):
-        q, k, v = convolve(mixed, layer.conv, None, states, rows).split([keys, keys, values], dim=-1)
+        q, k, v = F.silu(convolve(mixed, layer.conv, None, states, rows)).split([keys, keys, values], dim=-1)
         q, k = (x.unflatten(-1, (layer.key_heads, layer.key_dim)) for x in (q, k))
         q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
         q, k = (x.repeat_interleave(heads // layer.key_heads, dim=2) for x in (q, k))
@@ -183,7 +187,8 @@ def mamba2(projected: torch.Tensor, layer: Mamba2, states: States, step: StepRow
     mixed, dt = projected[:, inner:].split([layer.channels, layer.heads], dim=-1)
     shared = layer.groups * layer.state_dim
     for rows in _padded_rows(step, projected.device):
-        x, b, c = convolve(mixed, layer.conv, layer.bias, states, rows).split([inner, shared, shared], dim=-1)
+        mixed_rows = F.silu(convolve(mixed, layer.conv, layer.bias, states, rows))
+        x, b, c = mixed_rows.split([inner, shared, shared], dim=-1)
         x = x.unflatten(-1, (layer.heads, layer.head_dim))
         b, c = (y.unflatten(-1, (layer.groups, layer.state_dim)) for y in (b, c))
         b, c = (y.repeat_interleave(layer.heads // layer.groups, dim=2) for y in (b, c))
@@ -231,3 +236,13 @@ def gated_norm(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, groups
     gated = (x.float() * F.silu(gate.float())).unflatten(-1, (groups, -1))
     normed = gated * torch.rsqrt(gated.square().mean(-1, keepdim=True) + eps)
     return (normed.flatten(1) * weight.float()).to(x.dtype)
+
+
+def short_conv(projected: torch.Tensor, layer: ShortConv, states: States, step: StepRows) -> torch.Tensor:
+    """[tokens, channels]; see `ShortConv`."""
+    b, c, x = projected.chunk(3, dim=-1)
+    out = projected.new_zeros(len(projected) + 1, layer.channels)
+    for rows in _padded_rows(step, projected.device):
+        mixed = rows.gather(c) * convolve(b * x, layer.conv, layer.bias, states, rows, ring_part=0)
+        out.index_copy_(0, rows.tokens.flatten(), mixed.flatten(0, 1).to(out.dtype))
+    return out[: len(projected)]

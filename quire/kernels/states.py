@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 
 STATE, RING = 0, 1
-"""Indices of a layer's parts."""
+"""Indices of a layer's parts. A layer that keeps only a ring has it as part 0."""
 
 
 class PartLike(Protocol):
@@ -173,3 +173,31 @@ class Mamba2:
     def sizes(self) -> tuple[int, ...]:
         """Heads and dimensions."""
         return self.heads, self.groups, self.head_dim, self.state_dim
+
+
+@dataclass(frozen=True)
+class ShortConv:
+    """A gated short convolution (LFM2): out = C * convolution(B * x), over a row's tokens.
+
+    The layer's input is one matrix [tokens, B | C | x]. It keeps only the ring, of B * x.
+    """
+
+    conv: torch.Tensor
+    """[taps, channels]"""
+    bias: torch.Tensor | None
+    """[channels]"""
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution."""
+        return self.conv.shape[1]
+
+    @property
+    def in_width(self) -> int:
+        """Of the inputs."""
+        return 3 * self.channels
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Channels."""
+        return (self.channels,)

@@ -15,7 +15,7 @@ from torch import nn
 
 from quire.distributed.collectives import all_reduce, is_shared
 from quire.errors import ConfigError
-from quire.kernels.states import DeltaNet, Mamba2
+from quire.kernels.states import DeltaNet, Mamba2, ShortConv
 from quire.layers.attention.base import AttentionInputs
 from quire.layers.build_context import BuildContext
 from quire.layers.caches import StateCache, StatePart, StateView
@@ -53,11 +53,13 @@ def kept_rows(starts: Sequence[int], keeps: Sequence[slice]) -> list[slice]:
 
 
 class Recurrence(nn.Module):
-    """Weights that both kinds have: the convolution's, the decay, the bias of the time step."""
+    """What all kinds have: the weights of the convolution."""
 
     group = 0
     """The cache group that the states are in."""
-    spec: DeltaNet | Mamba2
+    conv_name = "conv1d"
+    """Of the convolution in checkpoints."""
+    spec: DeltaNet | Mamba2 | ShortConv
 
     @property
     def in_width(self) -> int:
@@ -70,37 +72,58 @@ class Recurrence(nn.Module):
         return (type(self).__name__, *self.spec.sizes, tuple(self.conv.shape), self.conv.dtype)
 
     def __init__(
+        self, build: BuildContext, layer: int, taps: int, kept: Sequence[slice], total: int, bias: bool = False
+    ) -> None:
+        """kept: the convolution's channels of this rank, out of `total`."""
+        super().__init__()
+        self.ops = build.ops
+        self.layer = layer
+        self.kept = kept
+        self.total = total
+        channels = sum(_size(keep) for keep in kept)
+        self.conv = build.parameter(taps, channels)
+        self.bias = build.parameter(channels) if bias else None
+
+    def targets(self) -> dict[str, list[Target]]:
+        """The rank's channels."""
+        taps = len(self.conv)
+        collected: dict[str, list[Target]] = {}
+        start = 0
+        for keep in self.kept:
+            stop = start + _size(keep)
+            weight = Target(self.conv[:, start:stop], (self.total, 1, taps), (keep,), _taps_first)
+            collected.setdefault(f"{self.conv_name}.weight", []).append(weight)
+            if self.bias is not None:
+                bias = Target(self.bias[start:stop], (self.total,), (keep,))
+                collected.setdefault(f"{self.conv_name}.bias", []).append(bias)
+            start = stop
+        return collected
+
+
+class _HeadRecurrence(Recurrence):
+    """With the decay and the bias of the time step of each head."""
+
+    def __init__(
         self,
         build: BuildContext,
         layer: int,
         taps: int,
         kept: Sequence[slice],
         total: int,
+        bias: bool,
         heads: slice,
         all_heads: int,
     ) -> None:
-        """kept: the convolution's channels of this rank, out of `total`; heads: those of this rank."""
-        super().__init__()
-        self.ops = build.ops
-        self.layer = layer
-        self.kept = kept
-        self.total = total
+        """heads: those of this rank."""
+        super().__init__(build, layer, taps, kept, total, bias)
         self.heads = heads
         self.all_heads = all_heads
-        channels = sum(_size(keep) for keep in kept)
-        self.conv = build.parameter(taps, channels)
         self.decay = _float32(build, _size(heads))
         self.dt_bias = _float32(build, _size(heads))
 
-    def _common_targets(self) -> dict[str, list[Target]]:
-        taps = len(self.conv)
-        convs, start = [], 0
-        for keep in self.kept:
-            stop = start + _size(keep)
-            convs.append(Target(self.conv[:, start:stop], (self.total, 1, taps), (keep,), _taps_first))
-            start = stop
-        return {
-            "conv1d.weight": convs,
+    def targets(self) -> dict[str, list[Target]]:
+        """The rank's channels and heads."""
+        return super().targets() | {
             "A_log": [Target(self.decay, (self.all_heads,), (self.heads,), _negative_exp)],
             "dt_bias": [Target(self.dt_bias, (self.all_heads,), (self.heads,))],
         }
@@ -156,7 +179,7 @@ class DeltaNetHeads:
         return torch.cat([part.flatten(0, 1) for part in rows.unflatten(0, (-1, 2 * repeat)).split(repeat, dim=1)])
 
 
-class DeltaNetRecurrence(Recurrence):
+class DeltaNetRecurrence(_HeadRecurrence):
     """Convolution, gates, gated delta rule and gated norm; see `DeltaNet`."""
 
     spec: DeltaNet
@@ -164,7 +187,7 @@ class DeltaNetRecurrence(Recurrence):
     def __init__(self, build: BuildContext, heads: DeltaNetHeads, layer: int, taps: int) -> None:
         """`layer`: its index in the whole model."""
         total = 2 * heads.key_size + heads.value_size
-        super().__init__(build, layer, taps, heads.qkv_rows(), total, heads.value, heads.all_value_heads)
+        super().__init__(build, layer, taps, heads.qkv_rows(), total, False, heads.value, heads.all_value_heads)
         self.norm = build.parameter(heads.value_dim)
         self.spec = DeltaNet(
             _size(heads.key),
@@ -184,7 +207,7 @@ class DeltaNetRecurrence(Recurrence):
 
     def targets(self) -> dict[str, list[Target]]:
         """The rank's channels and heads; the norm, which all heads share."""
-        return self._common_targets() | {"norm.weight": [Target(self.norm, tuple(self.norm.shape))]}
+        return super().targets() | {"norm.weight": [Target(self.norm, tuple(self.norm.shape))]}
 
 
 class Mamba2Heads:
@@ -241,7 +264,7 @@ class Mamba2Heads:
         return [FusedPart(name, total, keep) for keep in (self.inner, *self.channels(self.inner_size), last)]
 
 
-class Mamba2Recurrence(Recurrence):
+class Mamba2Recurrence(_HeadRecurrence):
     """Convolution, selective scan, gate and norm; see `Mamba2`."""
 
     spec: Mamba2
@@ -258,7 +281,7 @@ class Mamba2Recurrence(Recurrence):
     ) -> None:
         """`norm_groups`: equal parts of the inner features that are normed each by itself; 1: all at once."""
         total = heads.inner_size + 2 * heads.shared_size
-        super().__init__(build, layer, taps, heads.channels(), total, heads.heads, heads.all_heads)
+        super().__init__(build, layer, taps, heads.channels(), total, bias, heads.heads, heads.all_heads)
         self.ranks = build.ranks
         self.all_inner, self.inner = heads.inner_size, heads.inner
         if norm_groups > 1 and norm_groups % build.ranks.tp_size:
@@ -270,7 +293,6 @@ class Mamba2Recurrence(Recurrence):
         self.norm_groups = max(norm_groups // build.ranks.tp_size, 1)
         self.norm_over_ranks = norm_groups == 1 and is_shared(build.ranks)
         self.eps = build.config.norm_eps
-        self.bias = build.parameter(self.conv.shape[1]) if bias else None
         self.skip = _float32(build, _size(heads.heads))
         self.norm = build.parameter(_size(heads.inner))
         self.spec = Mamba2(
@@ -298,18 +320,10 @@ class Mamba2Recurrence(Recurrence):
 
     def targets(self) -> dict[str, list[Target]]:
         """The rank's channels and heads."""
-        collected = self._common_targets() | {
+        return super().targets() | {
             "D": [Target(self.skip, (self.all_heads,), (self.heads,))],
             "norm.weight": [Target(self.norm, (self.all_inner,), (self.inner,))],
         }
-        if self.bias is not None:
-            start = 0
-            for keep in self.kept:
-                stop = start + _size(keep)
-                target = Target(self.bias[start:stop], (self.total,), (keep,))
-                collected.setdefault("conv1d.bias", []).append(target)
-                start = stop
-        return collected
 
 
 @dataclass(frozen=True)
@@ -347,7 +361,7 @@ def time_step_limit(raw: Mapping[str, Any]) -> tuple[float, float]:
 class Mamba2Mixer(nn.Module):
     """A Mamba 2 mixer with its input and output products."""
 
-    def __init__(self, build: BuildContext, settings: Mamba2Settings, layer: int) -> None:
+    def __init__(self, build: BuildContext, layer: int, settings: Mamba2Settings) -> None:
         super().__init__()
         size = build.config.hidden_size
         heads = settings.of_rank(build)

@@ -35,7 +35,7 @@ class ModelConfig:
     dtype: str | None
     """The checkpoint's dtype, if it names one."""
     rope: Mapping[str, Any]
-    """rope_type, rope_theta and the fields of the scaling, flat; empty with learned positions."""
+    """rope_type, rope_theta and the fields of the scaling, flat; empty with learned positions or ALiBi."""
     windows: tuple[int | None, ...]
     """Sliding window of each layer; None: full attention."""
     bos_token_id: int | None
@@ -57,7 +57,7 @@ class ModelConfig:
         raw = {**_FAMILY_DEFAULTS.get(raw.get("model_type", ""), {}), **raw}
         if raw.get("model_type") in ("gemma4_text", "gemma4_unified_text"):
             raw |= _gemma4(raw)
-        hidden = positive_integer(raw, "hidden_size", "n_embd")
+        hidden = positive_integer(raw, "hidden_size", "n_embd", "n_embed")
         layers = positive_integer(raw, "num_hidden_layers", "n_layer")
         heads = positive_integer(raw, "num_attention_heads", "n_head")
         kv_heads = _kv_heads(raw) or heads
@@ -108,6 +108,7 @@ _GEMMA4: Mapping[str, Any] = {
 # A config.json omits values that equal its family's defaults.
 _TIED_BY_DEFAULT = {"gpt2": True}
 _FAMILY_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "bloom": {"tie_word_embeddings": True, "max_position_embeddings": 2048},
     "cohere": {"tie_word_embeddings": True, "rope_theta": 500000.0, "logit_scale": 0.0625},
     "cohere2": {"tie_word_embeddings": True, "logit_scale": 0.0625, "sliding_window": 4096},
     "deepseek_v2": {"rms_norm_eps": 1e-6, "n_shared_experts": 2},
@@ -156,6 +157,8 @@ _FAMILY_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "glm4_moe_lite": {"n_shared_experts": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 1.8},
     "granite": {"rms_norm_eps": 1e-6},
     "granitemoe": {"rms_norm_eps": 1e-6},
+    "lfm2": {"tie_word_embeddings": True, "rope_theta": 1000000.0, "max_position_embeddings": 128000},
+    "lfm2_moe": {"tie_word_embeddings": True, "rope_theta": 1000000.0, "max_position_embeddings": 128000},
     "minimax_m2": {"rope_theta": 5000000.0, "rms_norm_eps": 1e-6},
     "olmo3": {"rope_theta": 500000.0, "sliding_window": 4096},
     "opt": {"tie_word_embeddings": True, "max_position_embeddings": 2048},
@@ -163,7 +166,7 @@ _FAMILY_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "stablelm": {"partial_rotary_factor": 0.25},
     "starcoder2": {"tie_word_embeddings": True},
 }
-_NORM_EPS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon")
+_NORM_EPS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps")
 _WINDOWED = frozenset(
     {
         "cohere2",
@@ -189,7 +192,7 @@ _QUARTER_ROTARY = ("gpt_neox", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 _HALF_ROTARY = ("bamba", "glm", "glm4", "glm4_moe")
 _ROTARY_PART_BY_DEFAULT = dict.fromkeys(_QUARTER_ROTARY, 0.25) | dict.fromkeys(_HALF_ROTARY, 0.5)
 _FULL_LAYERS_BY_DEFAULT = 28
-_LEARNED_POSITIONS = frozenset({"gpt2", "opt"})
+_UNROTATED = frozenset({"bloom", "gpt2", "opt"})
 _LAYER_KINDS = ("full_attention", "sliding_attention")
 
 
@@ -207,6 +210,8 @@ def _text_part(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     blocks = raw.get("layers_block_type") or raw.get("hybrid_override_pattern")
     if raw.get("num_hidden_layers") is None and blocks:
         raw["num_hidden_layers"] = len(blocks)
+    if "tie_embedding" in raw:  # LFM2
+        raw["tie_word_embeddings"] = raw["tie_embedding"]
     text = raw.get("text_config")
     if not isinstance(text, Mapping):
         return raw
@@ -256,7 +261,7 @@ def _rope(raw: Mapping[str, Any], kind: str) -> dict[str, Any]:
     Old files have `rope_theta` and `rope_scaling`, new ones a single `rope_parameters`, which may be by layer kind.
     """
     family = raw.get("model_type", "")
-    if family in _LEARNED_POSITIONS:
+    if family in _UNROTATED:
         return {}
     found = raw.get("rope_parameters")
     if found and any(each in found for each in _LAYER_KINDS):

@@ -1,38 +1,73 @@
 """Falcon (arXiv 2311.16867): attention and MLP side by side; q, k and v in one matrix, by groups of heads.
 
-Models with ALiBi positions in place of rotary ones (the 1B "RefinedWeb" models) are not implemented.
+Old ones (Falcon RW) have ALiBi positions in place of rotary ones, and attention and MLP one after the other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from quire.errors import UnsupportedModelError
 from quire.kernels.kv import LayerKV
 from quire.layers.attention.base import AttentionInputs, KVSpec
-from quire.layers.attention.layer import Attention
+from quire.layers.attention.layer import Attention, alibi_slopes
 from quire.layers.build_context import BuildContext
 from quire.layers.embedding import LMHead, VocabEmbedding
 from quire.layers.linear import FusedLinear, FusedPart, Heads, RowParallelLinear
 from quire.layers.norm import LayerNorm
 from quire.layers.rope import rope_table
+from quire.loading.model_config import ModelConfig
 from quire.models.base import in_other_stage, refuse_other_values, stage_layers
 from quire.models.plain_layers import PlainMLP
+
+
+@dataclass(frozen=True)
+class FalconVariant:
+    """What differs between models of this form."""
+
+    bias: bool
+    activation: str
+    is_parallel: bool
+    """Attention and MLP side by side; if not, one after the other."""
+    has_two_norms: bool = False
+    """Side by side, and each on a norm of its own."""
+    has_alibi: bool = False
+    embedding_norm: str = ""
+    """Name of a norm after the embedding; empty: there is none."""
+
+    @classmethod
+    def of(cls, config: ModelConfig) -> FalconVariant:
+        """Read from the model's config."""
+        raw = config.raw
+        is_new = bool(raw.get("new_decoder_architecture", False))
+        return cls(
+            bias=bool(raw.get("bias", False)),
+            activation=raw.get("activation") or "gelu",
+            is_parallel=is_new or bool(raw.get("parallel_attn", True)),
+            has_two_norms=is_new and raw.get("num_ln_in_parallel_attn") in (None, 2),
+            has_alibi=bool(raw.get("alibi", False)),
+        )
+
+    def slopes(self, build: BuildContext, heads: Heads) -> torch.Tensor | None:
+        """Of ALiBi, if the model has it. Falcon's bias is added before the scores are scaled, and in 16 bits."""
+        if not self.has_alibi:
+            return None
+        return alibi_slopes(build, heads).bfloat16().float() * heads.dim**-0.5
 
 
 class FalconAttention(nn.Module):
     """Grouped-query attention; the checkpoint has the query heads of each group, then its k head, then its v head."""
 
-    def __init__(self, build: BuildContext, layer: int, cos_sin: torch.Tensor) -> None:
+    def __init__(self, build: BuildContext, variant: FalconVariant, layer: int, cos_sin: torch.Tensor | None) -> None:
         super().__init__()
-        size, bias = build.config.hidden_size, bool(build.config.raw.get("bias", False))
+        size, bias = build.config.hidden_size, variant.bias
         heads = Heads.of_rank(build)
         self.query_key_value = FusedLinear(build, size, _qkv_parts(build, heads), bias)
         self.query_key_value.normed = False
-        self.attention = Attention(build, heads, layer, cos_sin)
+        self.attention = Attention(build, heads, layer, cos_sin, slopes=variant.slopes(build, heads))
         self.dense = RowParallelLinear(build, "dense", size, size, bias)
 
     def forward(
@@ -70,18 +105,16 @@ def _qkv_parts(build: BuildContext, heads: Heads) -> list[FusedPart]:
 class FalconLayer(nn.Module):
     """Attention and MLP side by side, on the same norm or each on its own; or one after the other."""
 
-    def __init__(self, build: BuildContext, layer: int, cos_sin: torch.Tensor) -> None:
+    def __init__(self, build: BuildContext, variant: FalconVariant, layer: int, cos_sin: torch.Tensor | None) -> None:
         super().__init__()
-        raw, size = build.config.raw, build.config.hidden_size
-        is_new = bool(raw.get("new_decoder_architecture", False))
-        self.is_parallel = is_new or bool(raw.get("parallel_attn", True))
-        has_two = is_new and raw.get("num_ln_in_parallel_attn") in (None, 2)
+        size, has_two = build.config.hidden_size, variant.has_two_norms
+        self.is_parallel = variant.is_parallel
         names = ("ln_attn", "ln_mlp") if has_two else ("input_layernorm", "post_attention_layernorm")
         self.norm = LayerNorm(build, names[0], size)
         self.mlp_norm = LayerNorm(build, names[1], size) if has_two or not self.is_parallel else None
-        self.self_attention = FalconAttention(build, layer, cos_sin)
+        self.self_attention = FalconAttention(build, variant, layer, cos_sin)
         names = ("dense_h_to_4h", "dense_4h_to_h")
-        self.mlp = PlainMLP(build, names, raw.get("activation") or "gelu", bool(raw.get("bias", False)))
+        self.mlp = PlainMLP(build, names, variant.activation, variant.bias)
 
     def forward(
         self, hidden: torch.Tensor, positions: torch.Tensor, kv: LayerKV, inputs: AttentionInputs
@@ -96,28 +129,29 @@ class FalconLayer(nn.Module):
 class FalconModel(nn.Module):
     """Embedding, layers and final norm: those on this stage."""
 
-    def __init__(self, build: BuildContext) -> None:
+    def __init__(self, build: BuildContext, variant: FalconVariant) -> None:
         super().__init__()
         size, ranks = build.config.hidden_size, build.ranks
-        cos_sin = rope_table(build)
+        cos_sin = None if variant.has_alibi else rope_table(build)
         self.word_embeddings = VocabEmbedding(build, "word_embeddings") if ranks.is_first_stage else None
-        self.h = nn.ModuleDict({str(i): FalconLayer(build, i, cos_sin) for i in stage_layers(build)})
+        self.embedding_norm: LayerNorm | None = None
+        if variant.embedding_norm and ranks.is_first_stage:
+            self.embedding_norm = LayerNorm(build, variant.embedding_norm, size)
+        self.h = nn.ModuleDict({str(i): FalconLayer(build, variant, i, cos_sin) for i in stage_layers(build)})
         self.ln_f = LayerNorm(build, "ln_f", size) if ranks.is_last_stage else None
 
 
 class FalconForCausalLM(nn.Module):
-    """Falcon 7B, 40B, 180B and Falcon 2."""
+    """Falcon RW, 7B, 40B, 180B and Falcon 2."""
 
     supports_last_tokens = False
 
-    def __init__(self, build: BuildContext) -> None:
+    def __init__(self, build: BuildContext, variant: FalconVariant | None = None) -> None:
         super().__init__()
-        if build.config.raw.get("alibi"):
-            raise UnsupportedModelError("Falcon with alibi = true is not implemented: only rotary positions are")
         refuse_other_values(build.config, {"apply_residual_connection_post_layernorm": False})
         tied = build.config.tie_embeddings
         self.build = build
-        self.transformer = FalconModel(build)
+        self.transformer = FalconModel(build, variant or FalconVariant.of(build.config))
         self.lm_head: LMHead | None = None
         if build.ranks.is_last_stage:
             # A tied head on another stage than the embedding reads its own copy of it.
@@ -135,6 +169,8 @@ class FalconForCausalLM(nn.Module):
         model = self.transformer
         if hidden is None:
             hidden = model.word_embeddings(tokens)  # type: ignore[misc]  # there on the first stage
+            if model.embedding_norm is not None:
+                hidden = model.embedding_norm(hidden)
         for layer, cache in zip(model.h.values(), kv, strict=True):
             hidden = layer(hidden, positions, cache, inputs)
         return hidden if model.ln_f is None else model.ln_f(hidden)
@@ -146,12 +182,13 @@ class FalconForCausalLM(nn.Module):
     def ignores(self, name: str) -> bool:
         """Tensors of other stages, a tied head's copy, and frequencies that old checkpoints carry."""
         ranks = self.build.ranks
+        name = name.removeprefix("transformer.")  # Bloom's checkpoints were saved without the head's wrapper
         return (
             name.endswith("rotary_emb.inv_freq")
             or (name == "lm_head.weight" and (self.build.config.tie_embeddings or not ranks.is_last_stage))
-            or (name == "transformer.word_embeddings.weight" and not ranks.is_first_stage)
-            or (name.startswith("transformer.ln_f.") and not ranks.is_last_stage)
-            or in_other_stage(name, "transformer.h", self.build)
+            or (name.startswith("word_embeddings") and not ranks.is_first_stage)
+            or (name.startswith("ln_f.") and not ranks.is_last_stage)
+            or in_other_stage(name, "h", self.build)
         )
 
     @property

@@ -45,7 +45,7 @@ class Block(nn.Module):
         self.is_last = is_last
         self.mixer: Mamba2Mixer | LlamaAttention | PlainMLP
         if kind == "linear_attention":
-            self.mixer = Mamba2Mixer(build, settings, layer)
+            self.mixer = Mamba2Mixer(build, layer, settings)
         elif kind == "full_attention":
             self.mixer = LlamaAttention(build, LlamaVariant(), layer, None)
         else:

@@ -8,6 +8,7 @@ from quire.registry import resolve
 
 _KNOWN = {
     "BambaForCausalLM": "quire.models.granite_hybrid.BambaForCausalLM",
+    "BloomForCausalLM": "quire.models.bloom.BloomForCausalLM",
     "Cohere2ForCausalLM": "quire.models.cohere.CohereForCausalLM",
     "CohereForCausalLM": "quire.models.cohere.CohereForCausalLM",
     "DeepseekV2ForCausalLM": "quire.models.deepseek.DeepseekV2ForCausalLM",
@@ -30,6 +31,8 @@ _KNOWN = {
     "GraniteForCausalLM": "quire.models.granite.GraniteForCausalLM",
     "GraniteMoeForCausalLM": "quire.models.granite.GraniteMoeForCausalLM",
     "GraniteMoeHybridForCausalLM": "quire.models.granite_hybrid.GraniteMoeHybridForCausalLM",
+    "Lfm2ForCausalLM": "quire.models.lfm2.Lfm2ForCausalLM",
+    "Lfm2MoeForCausalLM": "quire.models.lfm2.Lfm2MoeForCausalLM",
     "LlamaForCausalLM": "quire.models.llama.LlamaForCausalLM",
     "Mamba2ForCausalLM": "quire.models.mamba2.Mamba2ForCausalLM",
     "MiniMaxM2ForCausalLM": "quire.models.minimax_m2.MiniMaxM2ForCausalLM",

@@ -84,7 +84,7 @@ def _shape(layer: Attention | LatentAttention) -> tuple[object, ...]:
     if isinstance(layer, LatentAttention):
         return layer.num_heads, layer.shape
     spec = layer.spec
-    flags = spec.window, spec.soft_cap, spec.sinks is None, layer.norms is None
+    flags = spec.window, spec.soft_cap, spec.sinks is None, spec.slopes is None, layer.norms is None
     return layer.num_heads, layer.num_kv_heads, layer.head_dim, *flags
 
 

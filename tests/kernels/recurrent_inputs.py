@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from quire.kernels.states import DeltaNet, Mamba2
+from quire.kernels.states import DeltaNet, Mamba2, ShortConv
 from quire.layers.attention.base import AttentionInputs
 from quire.layers.caches import StatePart, StateView
 
@@ -48,7 +48,12 @@ def random_mamba2(
     )
 
 
-def random_inputs(layer: DeltaNet | Mamba2, tokens: int, dtype: torch.dtype) -> torch.Tensor:
+def random_short_conv(channels: int, dtype: torch.dtype, device: str, taps: int = 3, bias: bool = True) -> ShortConv:
+    weights = torch.randn(taps + 1, channels, device=device).to(dtype)
+    return ShortConv(weights[:taps], weights[taps] if bias else None)
+
+
+def random_inputs(layer: DeltaNet | Mamba2 | ShortConv, tokens: int, dtype: torch.dtype) -> torch.Tensor:
     """What the input product gives."""
     return torch.randn(tokens, layer.in_width, device=layer.conv.device).to(dtype)
 

@@ -64,7 +64,11 @@ class Step:
         self.scale = dim**-0.5
 
     def expected(
-        self, window: int | None = None, cap: float | None = None, sinks: torch.Tensor | None = None
+        self,
+        window: int | None = None,
+        cap: float | None = None,
+        sinks: torch.Tensor | None = None,
+        slopes: torch.Tensor | None = None,
     ) -> torch.Tensor:
         heads = self.q.shape[1]
         out = torch.empty(self.q.shape, dtype=torch.float64)
@@ -79,6 +83,8 @@ class Step:
                 hidden |= torch.arange(len(keys)) <= position - window
             if cap is not None:
                 scores = cap * torch.tanh(scores / cap)
+            if slopes is not None:
+                scores += slopes.double().view(-1, 1, 1) * (torch.arange(len(keys)) - position)
             scores = scores.masked_fill(hidden, -torch.inf)
             if sinks is not None:
                 scores = torch.cat((scores, sinks.double().view(-1, 1, 1).expand(heads, last - first, 1)), -1)
@@ -91,11 +97,14 @@ class Step:
         window: int | None = None,
         cap: float | None = None,
         sinks: torch.Tensor | None = None,
+        slopes: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        out = attention.attend(self.q, self.kv, self.inputs, AttentionSpec(self.scale, window, cap, sinks))
+        out = attention.attend(self.q, self.kv, self.inputs, AttentionSpec(self.scale, window, cap, sinks, slopes))
         tolerance = {torch.float32: 2e-5, torch.bfloat16: 2e-2}[out.dtype]
         assert out.dtype == self.q.dtype
-        torch.testing.assert_close(out.double(), self.expected(window, cap, sinks), rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(
+            out.double(), self.expected(window, cap, sinks, slopes), rtol=tolerance, atol=tolerance
+        )
         return out
 
 
@@ -143,6 +152,13 @@ def test_soft_caps_and_sinks(
     step.check(attention, window, cap, sinks)
     if cap:
         step.check(attention, window, cap)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [None, 20])
+def test_slopes(attention: CpuPagedAttention, window: int | None, dtype: torch.dtype) -> None:
+    slopes = 2.0 ** -torch.arange(9)
+    Step([*MIXED, (1, 800), (90, 700)], dtype=dtype).check(attention, window, slopes=slopes)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -122,3 +122,11 @@ def test_soft_caps_sinks_and_stale_tables(window: int | None, cap: float | None,
         for line, length in zip(case["rows"].tolist(), case["lens"].tolist(), strict=True):
             case["tables"][line, : max(0, length - window) // 16] = 1 << 20
     assert error(attend(case, 0.3, window, more=(cap, sinks)), reference) < 1e-5
+
+
+@pytest.mark.parametrize("window, cap", [(None, None), (20, 30.0)])
+def test_slopes(window: int | None, cap: float | None) -> None:
+    case = make_case([130, 16, 33, 1], 6, 2, 32, 16, torch.float32)
+    slopes = 2.0 ** -torch.arange(6, device=DEVICE)
+    out = attend(case, 0.3, window, more=(cap, None, slopes))
+    assert error(out, expected(case, 0.3, window, cap, None, slopes)) < 1e-5

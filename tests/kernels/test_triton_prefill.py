@@ -191,3 +191,11 @@ def test_soft_caps_sinks_and_stale_tables(window: int | None, cap: float | None,
             case.tables[line, : max(0, context - queries - window + 1) // 16] = NO_BLOCK
     tile = PrefillTile(32, 32, 4, 1, skewed)
     assert error(case.attend(window, tile=tile, more=(cap, sinks)), reference) < 1e-5
+
+
+@pytest.mark.parametrize("window, cap, skewed", [(None, None, True), (20, 30.0, True), (None, None, False)])
+def test_slopes(window: int | None, cap: float | None, skewed: bool) -> None:
+    case = make_case([(40, 40), (75, 3), (90, 20)], 6, 2, 32, 16, torch.float32)
+    slopes = 2.0 ** -torch.arange(6, device=DEVICE)
+    out = case.attend(window, tile=PrefillTile(32, 32, 4, 1, skewed), more=(cap, None, slopes))
+    assert error(out, case.expected(window, cap, None, slopes)) < 1e-5

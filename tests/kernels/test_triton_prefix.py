@@ -51,7 +51,7 @@ class Kernels:
 
     def attend(
         self, case: dict, groups: dict, scale: float = 0.125, cap: float | None = None,
-        sinks: torch.Tensor | None = None,
+        sinks: torch.Tensor | None = None, slopes: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         rows, heads, dim = case["q"].shape
         shared = groups["shared"]
@@ -60,10 +60,10 @@ class Kernels:
             groups["members"], groups["starts"], shared, case["rows"], rows, self.decode.tile_tokens
         )
         plan = self.decode.plan(case["lens"], case["rows"], rows, None, shared)
-        state = self.prefix.attend(case["q"], case["kv"], case["tables"], shared, tiles, scale, cap)
+        state = self.prefix.attend(case["q"], case["kv"], case["tables"], shared, tiles, scale, cap, slopes)
         self.decode.attend(
             case["q"], case["kv"], out, case["tables"], case["rows"], case["lens"], plan, rows, scale, None, state,
-            cap, sinks,
+            cap, sinks, slopes,
         )  # fmt: skip
         return out
 
@@ -140,6 +140,15 @@ def test_soft_caps_and_sinks(cap: float | None) -> None:
     assert error(Kernels(case).attend(case, groups, cap=cap, sinks=sinks), reference) < 1e-5
 
 
+def test_slopes() -> None:
+    """The members' queries are at different distances from the shared tokens."""
+    case = make_case([70, 60, 50, 64], 4, 2, 64, BLOCK, torch.float32)
+    groups = make_groups(case, [([3, 0, 1], 48)])
+    slopes = 2.0 ** -torch.arange(3, 7, device=DEVICE)
+    reference = expected(case, 0.125, None, None, None, slopes)
+    assert error(Kernels(case).attend(case, groups, slopes=slopes), reference) < 1e-5
+
+
 def test_the_same_groups_give_the_same_bits() -> None:
     case = make_case([200 + 5 * i for i in range(9)], 4, 2, 64, BLOCK, HALF)
     groups = make_groups(case, [(list(range(9)), 192)])
@@ -173,6 +182,6 @@ def test_the_backend_uses_groups_where_there_is_no_window(window: int | None) ->
     )  # fmt: skip
     backend = TritonPagedAttention()
     backend.prepare(4, case["kv"], inputs, AttentionSpec(0.125, window))
-    assert (("prefix", window, (4, 2, 64)) in inputs.plans) == (window is None)
+    assert (("prefix", window, (4, 2, 64, False)) in inputs.common) == (window is None)
     out = backend.attend(case["q"], case["kv"], inputs, AttentionSpec(0.125, window))
     assert error(out, expected(case, 0.125, window)) < 1e-5

@@ -8,11 +8,13 @@ import pytest
 import torch
 
 from quire.kernels import reference_states
+from quire.layers.caches import StatePart
 from tests.kernels.recurrent_inputs import (
     copied,
     random_delta_net,
     random_inputs,
     random_mamba2,
+    random_short_conv,
     random_states,
     state_parts,
     step_of,
@@ -27,9 +29,9 @@ from quire.kernels.triton.recurrent.chunks import CHUNK
 from quire.kernels.triton.recurrent.delta_net import DeltaNetConfig
 
 LAYERS: dict[str, Any] = {
-    "delta": lambda: random_delta_net(2, 4, 16, 16, torch.float32, DEVICE),
+    "delta": lambda: random_delta_net(1, 2, 16, 16, torch.float32, DEVICE),
     "delta-odd": lambda: random_delta_net(1, 1, 12, 20, torch.float32, DEVICE, taps=3),
-    "mamba": lambda: random_mamba2(4, 2, 16, 32, torch.float32, DEVICE),
+    "mamba": lambda: random_mamba2(2, 1, 16, 32, torch.float32, DEVICE),
 }
 
 
@@ -58,6 +60,7 @@ def test_decodes(name: str, queries: int) -> None:
     reference = reference_states.delta_net if is_delta else reference_states.mamba2
     expected = reference(x, layer, expected_view, step)
     out = torch.full_like(expected, torch.nan)
+    assert decode.rows_of(layer, view, step) == (4, queries == 1)
     kernel = decode.delta_net_decode if is_delta else decode.mamba2_decode
     kernel(x, layer, view, step, out, 4, single=queries == 1)
     assert_near(out, expected)
@@ -71,8 +74,8 @@ def test_steps_with_prompts(name: str) -> None:
     """Decodes, then a prompt of several chunks, one within taps of its begin, one that begins, none, and padding."""
     layer = LAYERS[name]()
     view, tables = random_states(state_parts(layer, torch.float32), 7, 4112, DEVICE)
-    counts = [1, 1, 2 * CHUNK + 5, 2, CHUNK, 0, 3]
-    contexts = [30, 1, 90 + 2 * CHUNK, 4, CHUNK, 0, 0]
+    counts = [1, 1, CHUNK + 5, 2, CHUNK, 0, 3]
+    contexts = [30, 1, 90 + CHUNK, 4, CHUNK, 0, 0]
     tables[5:] = 0
     step = step_of(tables, counts, contexts, in_batch=True)
     x = random_inputs(layer, sum(counts), torch.float32)
@@ -87,16 +90,36 @@ def test_steps_with_prompts(name: str) -> None:
         assert_near(ours, theirs)
 
 
+@pytest.mark.parametrize("bias", [True, False])
+def test_short_convolutions(bias: bool) -> None:
+    """Decodes in the middle and at the begin; prompts likewise, one shorter than the ring; none, and padding."""
+    layer = random_short_conv(40, torch.float32, DEVICE, taps=4 if bias else 3, bias=bias)
+    part = StatePart(5, (len(layer.conv), 8), torch.float32)
+    view, tables = random_states([part], 8, 272, DEVICE)
+    counts = [1, 1, 1, CHUNK + 19, 2, CHUNK, 0, 3]
+    contexts = [30, 1, 2, 70 + CHUNK, 7, CHUNK, 0, 0]
+    tables[6:] = 0
+    step = step_of(tables, counts, contexts, in_batch=bias)
+    x = random_inputs(layer, sum(counts), torch.float32)
+    expected_view = copied(view)
+    expected = TorchOps().short_conv(x, layer, expected_view, step)
+    step.plans.clear()
+    out = TritonOps().short_conv(x, layer, view, step)
+    assert_near(out, expected)
+    assert (out[-3:] == 0).all()
+    assert_near(view.read(0, tables[:6]), expected_view.read(0, tables[:6]))
+
+
 @pytest.mark.parametrize("leaf", [1, 4])
 def test_keys_that_hardly_differ(leaf: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The system of a chunk is then as badly conditioned as it can be: powers of it would overflow."""
     monkeypatch.setattr(delta_net, "choose", lambda *_: DeltaNetConfig(solve_leaf=leaf, scan_values=16))
     layer = LAYERS["delta"]()
     view, tables = random_states(state_parts(layer, torch.float32), 1, 4112, DEVICE)
-    x = random_inputs(layer, 1, torch.float32).repeat(4 * CHUNK, 1)
+    x = random_inputs(layer, 1, torch.float32).repeat(2 * CHUNK, 1)
     x[:, -2 * layer.value_heads :] = 8.0  # beta near 1
     layer.decay.mul_(1e-3)
-    step = step_of(tables, [4 * CHUNK], [4 * CHUNK])
+    step = step_of(tables, [2 * CHUNK], [2 * CHUNK])
     expected = TorchOps().delta_net(x, layer, copied(view), step)
     assert_near(TritonOps().delta_net(x, layer, view, step), expected, 1e-3)
 

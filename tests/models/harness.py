@@ -38,7 +38,7 @@ def random_reference(config: PretrainedConfig, seed: int = 0) -> Any:
         else:
             parameter.data = noise * (1.5 * min(parameter.shape) ** -0.5)
     for name, buffer in model.named_buffers():
-        if name.endswith("e_score_correction_bias"):
+        if name.endswith(("e_score_correction_bias", "expert_bias")):
             buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
     for name, buffer in model.named_buffers():
         if name.endswith("layer_scalar"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from transformers import (
+    BloomConfig,
     Cohere2Config,
     CohereConfig,
     FalconConfig,
@@ -86,6 +87,8 @@ RELATIVES: dict[str, PretrainedConfig] = {
         CohereConfig, logit_scale=0.7, use_qk_norm=True, attention_bias=True, tie_word_embeddings=False
     ),
     "cohere2": _like(Cohere2Config, logit_scale=0.7, sliding_window=6, num_hidden_layers=4),
+    "bloom": BloomConfig(vocab_size=97, hidden_size=48, n_layer=2, n_head=6),
+    "falcon-rw": _other(FalconConfig, alibi=True, multi_query=False, parallel_attn=False, bias=True),
     "falcon-7b": _other(FalconConfig, num_kv_heads=None),
     "falcon-40b": _other(FalconConfig, new_decoder_architecture=True, num_kv_heads=2, bias=True),
     "falcon-11b": _other(FalconConfig, new_decoder_architecture=True, num_kv_heads=2, num_ln_in_parallel_attn=1),

@@ -37,7 +37,10 @@ from tests.models.test_names_and_ranks import assert_two_ranks_compute_the_whole
 
 @cache
 def reference(name: str) -> Any:
-    return random_reference(RELATIVES[name])
+    found = random_reference(RELATIVES[name])
+    if name == "falcon-rw":  # transformers' eager attention adds the bias of ALiBi twice
+        found.config._attn_implementation = "sdpa"
+    return found
 
 
 @pytest.mark.parametrize("name", RELATIVES)
@@ -60,7 +63,7 @@ def test_norms_over_all_heads_count_copies_of_kv_heads_once(monkeypatch: pytest.
     assert_two_ranks_compute_the_whole(random_reference(config), monkeypatch)
 
 
-@pytest.mark.parametrize("name", ["cohere", "falcon-7b", "granite", "olmo3", "opt", "phi4-mini"])
+@pytest.mark.parametrize("name", ["bloom", "cohere", "falcon-7b", "granite", "olmo3", "opt", "phi4-mini"])
 def test_consecutive_pipeline_stages_compute_the_whole_model(name: str) -> None:
     stages = [loaded_model(reference(name), Ranks(pp_rank=rank, pp_size=2)) for rank in range(2)]
     assert_same(in_chunks(stages, PROMPTS["long"], 11), reference_logits(reference(name), PROMPTS["long"]))
@@ -164,7 +167,6 @@ def test_fields_that_equal_a_familys_default_may_be_missing(
 @pytest.mark.parametrize(
     ("name", "changes", "named"),
     [
-        ("falcon-7b", {"alibi": True}, "alibi"),
         ("opt", {"do_layer_norm_before": False}, "do_layer_norm_before"),
         ("opt", {"word_embed_proj_dim": 16}, "word_embed_proj_dim"),
         ("starcoder2", {"hidden_act": "xielu"}, "xielu"),

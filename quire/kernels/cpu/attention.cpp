@@ -41,6 +41,7 @@ struct Call {
     const int32_t* context_lens;
     const int32_t* tables;  // [rows, table_width], table_stride between rows
     const T* sinks;         // [heads] or null: logits that join the softmax's denominator
+    const float* slopes;    // [heads] or null: a key's bias is the slope times its distance from the query
     int64_t rows, heads, kv_heads, dim, block_size, q_stride, block_stride, table_width, table_stride;
     int64_t window;  // 0: none
     double scale;
@@ -217,9 +218,27 @@ struct Tile {
             Vec::store(scores + i, cap - 2 * cap / (1 + exp<L>(Vec::load(scores + i) * factor)));
     }
 
+    // Adds slope * (key - position of the query), which is last_key, to scores.
+    void add_bias(int64_t kv_head, float* scores, int64_t begin, int64_t end) {
+        const int64_t group = c.group();
+        for (int v = 0; v < V; v++) {
+            vf slope{}, distance{};
+            for (int i = 0; i < L; i++) {
+                const int64_t at = item.first + std::min<int64_t>(v * L + i, item.count - 1);
+                slope[i] = c.slopes[kv_head * group + at % group];
+                distance[i] = float(begin - last_key[v][i]);
+            }
+            for (int64_t j = 0; j < end - begin; j++, distance += 1) {
+                float* column = scores + j * width + v * L;
+                Vec::store(column, Vec::load(column) + slope * distance);
+            }
+        }
+    }
+
     // scores become weights e^(score - peak); keys that a lane must not see get weight 0.
-    void softmax(State s, float* scores, int64_t begin, int64_t end) {
+    void softmax(int64_t kv_head, State s, float* scores, int64_t begin, int64_t end) {
         if (c.soft_cap > 0) soft_cap(scores, (end - begin) * width);
+        if (c.slopes) add_bias(kv_head, scores, begin, end);
         const int64_t first_token = item.first / c.group(), last_token = (item.first + item.count - 1) / c.group();
         const bool masked = end - 1 > item.position + first_token ||
                             (c.window && begin < item.position + last_token - c.window + 1);
@@ -278,7 +297,7 @@ struct Tile {
         if (begin < end) score(begin, end);
         for (int64_t h = 0; h < item.kv_heads; h++) {
             State s(states + h * state_size(), width);
-            if (begin < end) softmax(s, scores + h * scores_size, begin, end);
+            if (begin < end) softmax(item.kv_head + h, s, scores + h * scores_size, begin, end);
             else clear(s, width, dim);
         }
         if (begin < end) weigh(states, begin, end);

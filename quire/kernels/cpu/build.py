@@ -41,7 +41,7 @@ _QUIET = ("-fvisibility=hidden", "-w")
 # or d (double). Converting them one by one, ctypes would take 0.5 to 1 us.
 _LAYOUTS = {
     "linear": "10q",
-    "attend": "17qddq",
+    "attend": "18qddq",
     "rms_norm": "6qdq",
     "add_rms_norm": "8qdq",
     "silu_mul": "6q",

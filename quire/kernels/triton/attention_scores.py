@@ -1,4 +1,4 @@
-"""What attention kernels do to scores besides masking them: soft caps, and sinks in the denominator.
+"""What attention kernels do to scores besides masking them: soft caps, biases by distance, sinks in the denominator.
 
 Scores are in units of log2, so that weights are exp2(score - best).
 """
@@ -30,9 +30,9 @@ def capped(scores, CAP: tl.constexpr):
 
 
 @triton.jit
-def load_sinks(sinks, head, mask):
-    """The sinks of some query heads, in units of log2."""
-    return tl.load(sinks + head, mask=mask, other=0.0).to(tl.float32) * _LOG2_E
+def load_logits(logits, head, mask):
+    """Sinks or slopes of some query heads, in units of log2."""
+    return tl.load(logits + head, mask=mask, other=0.0).to(tl.float32) * _LOG2_E
 
 
 @triton.jit

@@ -30,7 +30,7 @@ import triton
 import triton.language as tl
 
 from quire.kernels.kv import LayerKV, QuantizedKV
-from quire.kernels.triton.attention_scores import capped, load_sinks, score_arguments, with_sink
+from quire.kernels.triton.attention_scores import capped, load_logits, score_arguments, with_sink
 from quire.kernels.triton.kv_codes import as_keys, decode_even, decode_odd, read_arguments
 from quire.kernels.triton.launch import INTERPRETED, gdc_launch_dependents, gdc_wait, num_sms, pdl
 
@@ -224,7 +224,7 @@ def merge_partials(partial, stats, first, last, GROUP: tl.constexpr, GROUP_P2: t
 
 @triton.jit
 def _decode(
-    q, kv, out, tables, rows, lens, plan, partial, stats, counters, shared, seen_sums, seen_stats, sinks,
+    q, kv, out, tables, rows, lens, plan, partial, stats, counters, shared, seen_sums, seen_stats, sinks, slopes,
     scale, stride_q, stride_block, stride_half, stride_head, stride_table, scales,
     WINDOW: tl.constexpr, CAP: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr, OWN_P2: tl.constexpr,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_P2: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
@@ -326,13 +326,17 @@ def _decode(
         if SHARED:  # continue from the prefix's state
             begins = is_query & (tile == 0) & (skipped > 0)
             best = tl.load(seen_stats + lines * 2, mask=begins, other=float("-inf"))
+            if slopes is not None:  # there distances are from the prefix's end, here from the row's last token
+                best += load_logits(slopes, head * GROUP + g % GROUP, is_query) * (skipped - length + 1)
             weight = tl.load(seen_stats + lines * 2 + 1, mask=begins, other=0.0)
             acc = tl.load(seen_sums + lines[:, None] * DIM + d[None, :], mask=begins[:, None] & in_dim[None, :],
                           other=0.0)  # fmt: skip
         if CODES:
             acc_even, acc_odd = tl.split(tl.reshape(acc, [M, DIM_P2 // 2, 2]))
         if sinks is not None:
-            sink = load_sinks(sinks, head * GROUP + g % GROUP, is_query)
+            sink = load_logits(sinks, head * GROUP + g % GROUP, is_query)
+        if slopes is not None:
+            slope = load_logits(slopes, head * GROUP + g % GROUP, is_query)[:, None]
         begin = (first_tile + tile) * TILE
         for start in tl.range(begin, begin + take * TILE, TILE, num_stages=STAGES):
             position = start + tl.arange(0, TILE)
@@ -367,7 +371,10 @@ def _decode(
                     at_scale = scales + block * (stride_block // 2) + head * BLOCK + position % BLOCK
                     scores = scores * tl.load(at_scale, mask=seen, other=0.0)[None, :]
                     v_scales = tl.load(at_scale + KV_HEADS * BLOCK, mask=seen, other=0.0)
-                scores = tl.where(visible, capped(scores, CAP), float("-inf"))
+                scores = capped(scores, CAP)
+                if slopes is not None:
+                    scores += slope * (position - length + 1)[None, :]
+                scores = tl.where(visible, scores, float("-inf"))
                 p, keep, best, weight = scaled_softmax(scores, v_scales, best, weight, TOKEN_SCALES)
                 p = p.to(VALUES)
                 acc_even = tl.dot(p, decode_even(v, CODES, VALUES, FAST), acc_even * keep[:, None],
@@ -380,7 +387,10 @@ def _decode(
                 k = tl.load(keys + at, mask=there, other=0.0)
                 v = tl.load(keys + stride_half + at, mask=there, other=0.0)  # zeros: uninitialized memory may be NaN
                 scores = tl.dot(qs, tl.trans(k), input_precision=PRECISION) * scale
-                scores = tl.where(visible, capped(scores, CAP), float("-inf"))
+                scores = capped(scores, CAP)
+                if slopes is not None:
+                    scores += slope * (position - length + 1)[None, :]
+                scores = tl.where(visible, scores, float("-inf"))
                 best, weight, acc = online_softmax(scores, v, best, weight, acc, PRECISION)
         value_scale = 1.0
         if CODES:
@@ -414,7 +424,7 @@ def _decode(
                                                     DIM, DIM_P2, PARTS)  # fmt: skip
                 h = tl.arange(0, OWN_P2)
                 if sinks is not None:
-                    mass = with_sink(mass, high, load_sinks(sinks, head * GROUP + h % GROUP, h < OWN))
+                    mass = with_sink(mass, high, load_logits(sinks, head * GROUP + h % GROUP, h < OWN))
                 merged = merged / tl.where(mass == 0.0, 1.0, mass)[:, None]
                 if CODES:
                     merged = merged * value_scale
@@ -496,12 +506,13 @@ class DecodeAttention:
         self, q: torch.Tensor, kv: LayerKV, out: torch.Tensor, tables: torch.Tensor, rows: torch.Tensor,
         lens: torch.Tensor, plan: torch.Tensor, num_rows: int, scale: float, window: int | None,
         prefix: PrefixState | None = None, soft_cap: float | None = None, sinks: torch.Tensor | None = None,
+        slopes: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
         """Attention of the first `num_rows` rows' tokens in q, row after row, into the same rows of `out`; rows of
         length 0 are skipped.
 
         `prefix`: the state after the shared prefix; the plan must have been made with its `shared`. Scale, window, soft
-        cap and sinks as in `AttentionSpec`.
+        cap, sinks and slopes as in `AttentionSpec`.
         q [*, heads, head_dim], heads contiguous; kv one layer's cache; row i's blocks are tables[rows[i]].
         """
         codes = kv.pairs if isinstance(kv, QuantizedKV) else kv
@@ -509,7 +520,8 @@ class DecodeAttention:
         seen = (lens, self._partial, self._stats) if prefix is None else (prefix.shared, prefix.sums, prefix.stats)
         factor, cap = score_arguments(scale, soft_cap)
         _decode[(self._programs,)](
-            q, codes, out, tables, rows, lens, plan, self._partial, self._stats, self._counters, *seen, sinks, factor,
+            q, codes, out, tables, rows, lens, plan, self._partial, self._stats, self._counters, *seen, sinks, slopes,
+            factor,
             q.stride(0), stride_block, stride_half, stride_head, tables.stride(0),
             WINDOW=window or 0, CAP=cap, BLOCK=kv.shape[3], SHARED=prefix is not None,
             MIXED=isinstance(kv, QuantizedKV) and kv.mixed, **read_arguments(kv), **self._constants,

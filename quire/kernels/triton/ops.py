@@ -11,7 +11,7 @@ from quire.kernels.gates import PLAIN_EXPERTS, ExpertVariant
 from quire.kernels.kv import LayerKV
 from quire.kernels.reference import TorchOps
 from quire.kernels.routing import RouteRule
-from quire.kernels.states import DeltaNet, Mamba2, States, StepRows
+from quire.kernels.states import DeltaNet, Mamba2, ShortConv, States, StepRows
 from quire.kernels.triton import elementwise
 from quire.kernels.triton.cublaslt import TunedGemms, tuned_gemms
 from quire.kernels.triton.latent.prepare import prepare_latent
@@ -24,6 +24,7 @@ from quire.kernels.triton.qkv import prepare_qkv
 from quire.kernels.triton.quantized.base import QuantizedProducts
 from quire.kernels.triton.quantized.registry import products_of
 from quire.kernels.triton.recurrent import decode, delta_net, mamba2, norm
+from quire.kernels.triton.recurrent.short_conv import short_conv
 from quire.kernels.triton.skinny_gemm.candidates import GemmShape
 from quire.kernels.triton.skinny_gemm.gemm import GemmConfig, skinny_linear, skinny_norm_linear, skinny_silu_linear
 from quire.kernels.triton.skinny_gemm.tuning import BUCKETS, choose, distinct_kernels
@@ -350,9 +351,10 @@ class TritonOps(TorchOps):
         if not delta_net.is_supported(layer):
             return super().delta_net(projected, layer, states, step)
         out = torch.empty(len(projected), layer.width, dtype=projected.dtype, device=projected.device)
-        if step.num_decodes:
-            decode.delta_net_decode(projected, layer, states, step, out, step.num_decodes)
-        if step.num_decodes < step.num_rows:
+        decodes, single = decode.rows_of(layer, states, step)
+        if decodes:
+            decode.delta_net_decode(projected, layer, states, step, out, decodes, single)
+        if decodes < step.num_rows:
             delta_net.delta_net_prompts(projected, layer, states, step, out)
         return out
 
@@ -360,11 +362,15 @@ class TritonOps(TorchOps):
         if not mamba2.is_supported(layer):
             return super().mamba2(projected, layer, states, step)
         out = torch.empty(len(projected), layer.width, dtype=projected.dtype, device=projected.device)
-        if step.num_decodes:
-            decode.mamba2_decode(projected, layer, states, step, out, step.num_decodes)
-        if step.num_decodes < step.num_rows:
+        decodes, single = decode.rows_of(layer, states, step)
+        if decodes:
+            decode.mamba2_decode(projected, layer, states, step, out, decodes, single)
+        if decodes < step.num_rows:
             mamba2.mamba2_prompts(projected, layer, states, step, out)
         return out
+
+    def short_conv(self, projected: torch.Tensor, layer: ShortConv, states: States, step: StepRows) -> torch.Tensor:
+        return short_conv(projected, layer, states, step)
 
     def gated_norm(
         self, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, groups: int, eps: float

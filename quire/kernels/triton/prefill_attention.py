@@ -18,7 +18,7 @@ A query's result depends only on its own row and on the fixed stride of key tile
 chunking of its prompt or the rest of the batch: the bits are the same.
 """
 
-# ruff: noqa: N803
+# ruff: noqa: N803, N806
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ import triton
 import triton.language as tl
 
 from quire.kernels.kv import LayerKV, QuantizedKV
-from quire.kernels.triton.attention_scores import capped, load_sinks, score_arguments, with_sink
+from quire.kernels.triton.attention_scores import capped, load_logits, score_arguments, with_sink
 from quire.kernels.triton.kv_codes import as_keys, decode, read_arguments
 from quire.kernels.triton.launch import INTERPRETED, gdc_launch_dependents, gdc_wait, pdl
 
@@ -175,12 +175,13 @@ def _mask(scores, start, n, position, first, last, WINDOW: tl.constexpr, BLOCK_N
 
 
 @triton.jit
-def _softmax(scores, best, weight, scale, score_scale, CAP: tl.constexpr):
+def _softmax(scores, best, weight, scale, score_scale, SCALED: tl.constexpr):
     """Online softmax: (weights of a tile's keys, factor for earlier sums, best score so far, sum of weights).
 
-    `scale`: a number, or one for each query; `score_scale`: the same, as a column. Capped scores are scaled already.
+    `scale`: a number, or one for each query; `score_scale`: the same, as a column. Scores with a cap or a
+    bias are scaled already.
     """
-    if CAP > 0:
+    if SCALED:
         scale = 1.0
         score_scale = 1.0
     higher = tl.maximum(best, tl.max(scores, 1) * scale)
@@ -191,7 +192,7 @@ def _softmax(scores, best, weight, scale, score_scale, CAP: tl.constexpr):
 
 @triton.jit
 def _prefill(
-    q, kv, out, tables, tiles, sinks, scale, stride_q, stride_half, stride_table,
+    q, kv, out, tables, tiles, sinks, slopes, scale, stride_q, stride_half, stride_table,
     STRIDE_BLOCK: tl.constexpr, STRIDE_HEAD: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, GROUP: tl.constexpr,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_P2: tl.constexpr, BLOCK: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, STAGES: tl.constexpr, SKEWED: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
@@ -232,7 +233,10 @@ def _prefill(
     there = (token < count)[:, None] & in_dim
     qs = tl.load(q + line * stride_q + at, mask=there, other=0.0)
     if sinks is not None:
-        sink = load_sinks(sinks, head * GROUP + m % GROUP, token < count)
+        sink = load_logits(sinks, head * GROUP + m % GROUP, token < count)
+    SCALED: tl.constexpr = (CAP > 0) or (slopes is not None)
+    if slopes is not None:
+        slope = load_logits(slopes, head * GROUP + m % GROUP, token < count)[:, None]
 
     table = tables + row.to(tl.int64) * stride_table
     keys = kv + head.to(tl.int64) * STRIDE_HEAD + d[None, :]
@@ -274,10 +278,12 @@ def _prefill(
                     KV_HEADS, BLOCK, BLOCK_N, STRIDE_BLOCK // 4,
                 )  # fmt: skip
                 scores = scores * k_scales[None, :]
-            if CAP > 0:
+            if SCALED:
                 scores = capped(scores * score_scale, CAP)
+            if slopes is not None:
+                scores += slope * (start + n[None, :] - position[:, None])
             scores = _mask(scores, start, n, position, first, last, WINDOW, BLOCK_N)
-            p, keep, best, weight = _softmax(scores, best, weight, scale, score_scale, CAP)
+            p, keep, best, weight = _softmax(scores, best, weight, scale, score_scale, SCALED)
             if TOKEN_SCALES:
                 p = p * v_scales[None, :]
         start = tl.multiple_of(last // BLOCK_N * BLOCK_N, BLOCK_N)
@@ -304,10 +310,12 @@ def _prefill(
                     KV_HEADS, BLOCK, BLOCK_N, STRIDE_BLOCK // 4,
                 )  # fmt: skip
                 scores = scores * k_scales[None, :]
-            if CAP > 0:
+            if SCALED:
                 scores = capped(scores * score_scale, CAP)
+            if slopes is not None:
+                scores += slope * (start + n[None, :] - position[:, None])
             scores = _mask(scores, start, n, position, first, last, WINDOW, BLOCK_N)
-            p, keep, best, weight = _softmax(scores, best, weight, scale, score_scale, CAP)
+            p, keep, best, weight = _softmax(scores, best, weight, scale, score_scale, SCALED)
             if TOKEN_SCALES:
                 p = p * v_scales[None, :]
             acc = tl.dot(p.to(v.dtype), v, acc * keep[:, None], input_precision=PRECISION)
@@ -342,13 +350,13 @@ def plan_tiles(
 def prefill_attention(
     q: torch.Tensor, kv: LayerKV, out: torch.Tensor, tables: torch.Tensor, tiles: torch.Tensor, scale: float,
     window: int | None, tile: PrefillTile | None = None, soft_cap: float | None = None,
-    sinks: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None, slopes: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
     """Causal attention of the tokens that `tiles` lists into their rows of `out`; see AttentionBackend.attend.
 
     q [T, heads, head_dim], heads contiguous, any stride between tokens; out [T, heads * head_dim] contiguous; kv one
     layer's cache; tables [batch rows, max_blocks] int32, fastest when max_blocks is a multiple of 16. `tile` must be
-    the one `tiles` was planned with. Scale, window, soft cap and sinks as in `AttentionSpec`.
+    the one `tiles` was planned with. Scale, window, soft cap, sinks and slopes as in `AttentionSpec`.
     """
     _, heads, dim = q.shape
     _, _, kv_heads, block_size, _ = kv.shape
@@ -356,7 +364,7 @@ def prefill_attention(
     tile = tile or prefill_tile(dim, q.element_size())
     factor, cap = score_arguments(scale, soft_cap)
     _prefill[(tiles.shape[0] * kv_heads,)](
-        q, kv.codes if isinstance(kv, QuantizedKV) else kv, out, tables, tiles, sinks, factor, q.stride(0),
+        q, kv.codes if isinstance(kv, QuantizedKV) else kv, out, tables, tiles, sinks, slopes, factor, q.stride(0),
         stride_half, tables.stride(0),
         STRIDE_BLOCK=stride_block, STRIDE_HEAD=stride_head, WINDOW=window or 0, CAP=cap, GROUP=heads // kv_heads,
         KV_HEADS=kv_heads, DIM=dim, DIM_P2=max(16, triton.next_power_of_2(dim)), BLOCK=block_size,

@@ -10,7 +10,8 @@ captured CUDA graph serves any groups.
 Bytes: a group's shared K and V once per query tile (2 * shared * kv_heads * head_dim values; from L2 for all tiles but
 the first) instead of once per row; and for each member 4 * heads * (head_dim + 2) bytes of state, written here and
 read by the decode kernel. Operations: 4 * shared * heads * head_dim per member, plus those of unused tile rows.
-Sums of codes are not multiplied by the layer's scale of values here: the decode kernel does that.
+Sums of codes are not multiplied by the layer's scale of values here: the decode kernel does that. Biases by distance
+(ALiBi) are relative to the end of the shared tokens, not to each member's query.
 """
 
 # ruff: noqa: N803
@@ -25,7 +26,7 @@ import triton
 import triton.language as tl
 
 from quire.kernels.kv import LayerKV, QuantizedKV
-from quire.kernels.triton.attention_scores import capped, score_arguments
+from quire.kernels.triton.attention_scores import capped, load_logits, score_arguments
 from quire.kernels.triton.decode_attention import (
     ENTRY,
     ENTRY_SIZE,
@@ -128,7 +129,7 @@ def _plan_queries(
 @triton.jit
 def _prefix(
     q, kv, sums, stats, tables, tile_members, tile_rows, tile_lens, plan, partial, partial_stats, counters, scale,
-    stride_q, stride_block, stride_half, stride_head, stride_table, scales,
+    stride_q, stride_block, stride_half, stride_head, stride_table, slopes, scales,
     CAP: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_P2: tl.constexpr,
     M: tl.constexpr, MEMBERS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
@@ -170,6 +171,8 @@ def _prefix(
                 factor = scale * tl.load(scales + head)
             qs, q_factors = as_keys(qs)
             q_factors = (q_factors * factor)[:, None]
+        if slopes is not None:
+            slope = load_logits(slopes, query_head, is_query)[:, None]
         for start in tl.range(tile * TILE, (tile + take) * TILE, TILE, num_stages=STAGES):
             position = start + tl.arange(0, TILE)
             seen = position < length
@@ -189,12 +192,18 @@ def _prefix(
                     both = at_scale[:, None] + (tl.arange(0, 2) * (KV_HEADS * BLOCK))[None, :]
                     k_scales, v_scales = tl.split(tl.load(both, mask=seen[:, None], other=0.0))
                     scores = scores * k_scales[None, :]
-                scores = tl.where(seen[None, :], capped(scores, CAP), float("-inf"))
+                scores = capped(scores, CAP)
+                if slopes is not None:
+                    scores += slope * (position - length)[None, :]
+                scores = tl.where(seen[None, :], scores, float("-inf"))
                 p, keep, best, weight = scaled_softmax(scores, v_scales, best, weight, TOKEN_SCALES)
                 acc = tl.dot(p.to(VALUES), v, acc * keep[:, None], input_precision=PRECISION)
             else:
                 scores = tl.dot(qs, tl.trans(k), input_precision=PRECISION) * scale
-                scores = tl.where(seen[None, :], capped(scores, CAP), float("-inf"))
+                scores = capped(scores, CAP)
+                if slopes is not None:
+                    scores += slope * (position - length)[None, :]
+                scores = tl.where(seen[None, :], scores, float("-inf"))
                 best, weight, acc = online_softmax(scores, v, best, weight, acc, PRECISION)
         is_done = take == tiles
         if take < tiles:
@@ -296,7 +305,7 @@ class PrefixAttention:
 
     def attend(
         self, q: torch.Tensor, kv: LayerKV, tables: torch.Tensor, shared: torch.Tensor, plan: PrefixPlan,
-        scale: float, soft_cap: float | None = None,
+        scale: float, soft_cap: float | None = None, slopes: torch.Tensor | None = None,
     ) -> PrefixState:  # fmt: skip
         """The members' online-softmax state after their shared tokens, for `DecodeAttention.attend`.
 
@@ -308,6 +317,6 @@ class PrefixAttention:
             q, kv.codes if isinstance(kv, QuantizedKV) else kv, self._sums, self._stats, tables, plan.members,
             plan.rows, plan.lens, plan.ranges, self._partial,
             self._partial_stats, self._counters, factor, q.stride(0), stride_block, stride_half, stride_head,
-            tables.stride(0), CAP=cap, BLOCK=kv.shape[3], **read_arguments(kv), **self._constants,
+            tables.stride(0), slopes, CAP=cap, BLOCK=kv.shape[3], **read_arguments(kv), **self._constants,
         )  # fmt: skip
         return PrefixState(shared, self._sums, self._stats)

@@ -95,7 +95,7 @@ class AttentionInputs:
 
 @dataclass(frozen=True, eq=False)
 class AttentionSpec:
-    """What a layer's attention computes: softmax(capped(q·k * scale) where visible [, sink]) · v."""
+    """What a layer's attention computes: softmax(capped(q·k * scale) + bias where visible [, sink]) · v."""
 
     scale: float
     window: int | None = None
@@ -104,6 +104,8 @@ class AttentionSpec:
     """Scores s become soft_cap * tanh(s / soft_cap)."""
     sinks: torch.Tensor | None = None
     """[heads]: a logit of each head that joins the softmax's denominator, and has no value."""
+    slopes: torch.Tensor | None = None
+    """[heads] float32 (ALiBi, arXiv 2108.12409): the bias of a key is the slope * (its position - the query's)."""
 
 
 @dataclass

@@ -48,6 +48,7 @@ class CpuPagedAttention(TorchPagedAttention):
                 inputs.context_lens.data_ptr(),
                 tables.data_ptr(),
                 0 if sinks is None else sinks.data_ptr(),
+                0 if spec.slopes is None else spec.slopes.data_ptr(),
                 inputs.num_rows,
                 heads,
                 kv_heads,

@@ -27,6 +27,17 @@ class Sinks(nn.Module):
         return {self.name: [Target(self.weight, (self.total,), (self.keep,))]}
 
 
+def alibi_slopes(build: BuildContext, heads: Heads) -> torch.Tensor:
+    """The slopes of this rank's heads (arXiv 2108.12409): 2^(-8 i / n) of n heads, n a power of two; further heads have
+    those between."""
+    total = build.config.num_heads
+    power = 1 << (total.bit_length() - 1)
+    slopes = [2 ** (-8 * i / power) for i in range(1, power + 1)]
+    slopes += [2 ** (-8 * i / (2 * power)) for i in range(1, 2 * (total - power), 2)]
+    own = slopes[heads.query.start : heads.query.stop]
+    return torch.tensor(own, dtype=torch.float32, device=build.device)
+
+
 class Attention(nn.Module):
     """Norm and rotate, write K and V to the cache, attend. Has no weights of its own but the scales of an 8-bit cache
     (`kv_scales` [2, kv_heads] float32, see `scales.py`)."""
@@ -41,9 +52,10 @@ class Attention(nn.Module):
         scale: float | None = None,
         soft_cap: float | None = None,
         sinks: torch.Tensor | None = None,
+        slopes: torch.Tensor | None = None,
     ) -> None:
-        """`layer`: its index in the whole model, whose window it has. `scale`: 1 / sqrt(head_dim) if None. `soft_cap`
-        and `sinks` (of this rank's heads): see `AttentionSpec`."""
+        """`layer`: its index in the whole model, whose window it has. `scale`: 1 / sqrt(head_dim) if None. `soft_cap`,
+        `sinks` and `slopes` (of this rank's heads): see `AttentionSpec`."""
         super().__init__()
         self.ops = build.ops
         self.backend = build.attention
@@ -60,7 +72,7 @@ class Attention(nn.Module):
         self.register_buffer("kv_scales", scales, persistent=False)
         self.has_unit_scales = True
         scale = heads.dim**-0.5 if scale is None else scale
-        self.spec = AttentionSpec(scale, build.config.windows[layer], soft_cap, sinks)
+        self.spec = AttentionSpec(scale, build.config.windows[layer], soft_cap, sinks, slopes)
         self.group = 0
         self._owner: tuple[Attention, ...] = ()  # a tuple: its module is not a part of this one
 

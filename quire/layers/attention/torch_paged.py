@@ -76,7 +76,8 @@ class TorchPagedAttention:
                 visible = cached <= position
                 if spec.window is not None:
                     visible &= cached > position - spec.window
-                result = _softmax_attention(q[index.clamp(max=tokens - 1)], keys, values, visible, spec)
+                distance = None if spec.slopes is None else cached - position
+                result = _softmax_attention(q[index.clamp(max=tokens - 1)], keys, values, visible, distance, spec)
                 out.index_copy_(0, index.flatten(), result.flatten(0, 1).to(out.dtype))
 
 
@@ -90,10 +91,16 @@ def _gather(kv: LayerKV, tables: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
 
 
 def _softmax_attention(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, visible: torch.Tensor, spec: AttentionSpec
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    visible: torch.Tensor,
+    distance: torch.Tensor | None,
+    spec: AttentionSpec,
 ) -> torch.Tensor:
     """q [rows, queries, heads, dim] over keys and values [kv_heads, rows, context, dim], where `visible`
-    [rows, queries, context]; returns [rows, queries, heads * dim] float32."""
+    [rows, queries, context]; returns [rows, queries, heads * dim] float32. `distance`: of keys from their queries, of
+    the same shape, for slopes; negative: the key comes before."""
     rows, queries, _, dim = q.shape
     kv_heads = keys.shape[0]
     # Query heads that share a KV head are more queries to it: [kv_heads, rows, heads / kv_heads * queries, dim].
@@ -101,6 +108,8 @@ def _softmax_attention(
     scores = (grouped @ keys.transpose(-1, -2)).mul_(spec.scale).unflatten(2, (-1, queries))
     if spec.soft_cap is not None:
         scores = scores.div_(spec.soft_cap).tanh_().mul_(spec.soft_cap)
+    if spec.slopes is not None and distance is not None:
+        scores += spec.slopes.view(kv_heads, 1, -1, 1, 1) * distance.unsqueeze(1)
     # Not -inf: a row that sees nothing (an inactive one) must not become NaN.
     scores.masked_fill_(~visible.unsqueeze(1), torch.finfo(scores.dtype).min)
     if spec.sinks is not None:

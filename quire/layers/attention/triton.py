@@ -91,11 +91,13 @@ class TritonPagedAttention(PrefixGroupBackend):
             state = None
             if inputs.groups is not None and ("prefix", window, shape) in inputs.common:
                 prefix, tiles = inputs.common["prefix", window, shape]
-                state = prefix.attend(q, kv, inputs.block_tables, inputs.groups.shared, tiles, scale, spec.soft_cap)
+                state = prefix.attend(
+                    q, kv, inputs.block_tables, inputs.groups.shared, tiles, scale, spec.soft_cap, spec.slopes
+                )
             kernel, plan = inputs.common["decode", window, shape]
             kernel.attend(
                 q, kv, out, inputs.block_tables, inputs.rows, inputs.context_lens, plan, decodes, scale, window,
-                state, spec.soft_cap, spec.sinks,
+                state, spec.soft_cap, spec.sinks, spec.slopes,
             )  # fmt: skip
         if decodes < inputs.num_rows:
             tiles, tile = inputs.common["tiles", shape]
@@ -105,7 +107,7 @@ class TritonPagedAttention(PrefixGroupBackend):
                 assert isinstance(kv, QuantizedKV) and inputs.rows is not None
                 kv = widen(kv, tables, inputs.rows, inputs.context_lens, inputs.num_rows, wide)
                 tables = wide.tables
-            prefill_attention(q, kv, out, tables, tiles, scale, window, tile, spec.soft_cap, spec.sinks)
+            prefill_attention(q, kv, out, tables, tiles, scale, window, tile, spec.soft_cap, spec.sinks, spec.slopes)
         return out
 
     def _plan_wide(self, kv: QuantizedKV, inputs: AttentionInputs, decodes: int) -> WidePlan | None:
