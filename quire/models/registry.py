@@ -25,6 +25,8 @@ _KNOWN = {
     "Gemma3ForConditionalGeneration": "quire.models.gemma3.Gemma3ForCausalLM",
     "Gemma4ForCausalLM": "quire.models.gemma4.Gemma4ForCausalLM",
     "Gemma4ForConditionalGeneration": "quire.models.gemma4.Gemma4ForCausalLM",
+    "Gemma4UnifiedForCausalLM": "quire.models.gemma4.Gemma4ForCausalLM",
+    "Gemma4UnifiedForConditionalGeneration": "quire.models.gemma4.Gemma4ForCausalLM",
     "GptOssForCausalLM": "quire.models.gpt_oss.GptOssForCausalLM",
     "GraniteForCausalLM": "quire.models.granite.GraniteForCausalLM",
     "GraniteMoeForCausalLM": "quire.models.granite.GraniteMoeForCausalLM",
