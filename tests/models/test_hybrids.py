@@ -11,6 +11,7 @@ import torch
 from transformers import (
     BambaConfig,
     GraniteMoeHybridConfig,
+    JambaConfig,
     Lfm2Config,
     Lfm2MoeConfig,
     Mamba2Config,
@@ -138,6 +139,21 @@ HYBRIDS: dict[str, PretrainedConfig] = {
         n_groups=2,
         chunk_size=16,
     ),
+    "jamba": JambaConfig(
+        vocab_size=97,
+        hidden_size=32,
+        intermediate_size=24,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        num_experts=5,
+        attn_layer_period=3,
+        attn_layer_offset=1,
+        mamba_d_state=8,
+        mamba_dt_rank=6,
+        mamba_proj_bias=True,
+    ),
     "lfm2": _lfm2(Lfm2Config, layer_types=["conv", "full_attention", "conv"], conv_bias=True, block_multiple_of=8),
     "lfm2-moe": _lfm2(
         Lfm2MoeConfig,
@@ -168,7 +184,7 @@ def hybrid_reference(name: str, **changes: Any) -> Any:
     config = HYBRIDS[name]
     reference = random_reference(type(config)(**{**config.to_dict(), **changes}) if changes else config)
     for parameter, values in reference.named_parameters():
-        if parameter.endswith("dt_bias"):
+        if parameter.endswith(("dt_bias", "dt_proj.bias")):
             values.data -= 3
     for module in reference.modules():
         if type(module).__name__ in CENTERED:
