@@ -46,8 +46,8 @@ class EngineConfig:
     )
     model_impl: str = option(
         "auto",
-        "Whose code computes the model: quire, or transformers with quire's attention, matrices and cache. auto: quire's "
-        "if it has the architecture, else transformers'; vllm: the same as quire",
+        "Whose code computes the model: quire, or transformers with quire's attention, matrices and cache. auto: "
+        "quire's if it has the architecture, else transformers'; vllm: the same as quire",
         "model",
         choices=MODEL_IMPLS,
     )

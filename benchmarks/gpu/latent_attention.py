@@ -253,12 +253,13 @@ def ranked(times: dict[str, float], cell: Callable[[float], str], shipped: str) 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="the shipped tile shapes only")
+    parser.add_argument("--quick", action="store_true", help="the shipped tile shapes, and those without Gluon")
     quick = parser.parse_args().quick
     torch.manual_seed(0)
     let_threads_launch()
     shipped = {16: latent_tile(16, 2), 128: latent_tile(64, 2)}
-    tiles = {heads: [tile] for heads, tile in shipped.items()}
+    plain = {16: LatentTile(32, 4, 5, 2), 128: LatentTile(32, 8, 5)}
+    tiles = {heads: list(dict.fromkeys([tile, plain[heads]])) for heads, tile in shipped.items()}
     if not quick:
         tiles = {heads: list(dict.fromkeys([shipped[heads], *TILES[heads]])) for heads in tiles}
     kernels = check_decodes(tiles)

@@ -49,6 +49,7 @@ SHAPES = {
     "Qwen3-30B-A3B": ExpertsShape(128, 8, 768, 2048),
     "Mixtral-8x7B": ExpertsShape(8, 2, 14336, 4096),
     "Qwen1.5-MoE-A2.7B": ExpertsShape(60, 4, 1408, 2048),
+    "Qwen3.5-35B-A3B": ExpertsShape(257, 9, 512, 2048),  # with the shared expert
 }
 CHECKED = (1, 2, 3, 4, 8, 16, 64, 256, 1024, 8192)
 SKEW = 4

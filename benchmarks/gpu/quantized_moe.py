@@ -26,6 +26,7 @@ from quire.kernels.triton.moe.layout import arrange
 from quire.kernels.triton.moe.timing import ROUTINGS, ExpertTensors, random_experts, random_logits
 from quire.kernels.triton.moe.tuning import choose_experts
 from quire.kernels.triton.quantized.expert_stacks import Stack, stack_of
+from quire.kernels.triton.quantized.expert_streams import stream_down, stream_gate_up
 from quire.kernels.triton.quantized.expert_tiles import encode, tile_down, tile_gate_up
 from quire.kernels.triton.quantized.expert_vectors import vector_down, vector_gate_up
 from quire.kernels.triton.quantized.experts import candidates, expert_outputs
@@ -223,12 +224,11 @@ class Timer:
     def part(self, config: ExpertsConfig, part: str) -> float:
         gate_up, down = self.layer.stacks
         top_k = self.shape.top_k
-        if config.kernel == "vector":
+        if config.kernel in ("vector", "stream"):
+            kernels = (vector_gate_up, vector_down) if config.kernel == "vector" else (stream_gate_up, stream_down)
             if part == "gate_up":
-                return self.time(
-                    lambda index: vector_gate_up(self.x, self.routings[index], gate_up, None, config.gate_up)
-                )
-            return self.time(lambda index: vector_down(self.features, self.routings[index], down, None, config.down))
+                return self.time(lambda index: kernels[0](self.x, self.routings[index], gate_up, None, config.gate_up))
+            return self.time(lambda index: kernels[1](self.features, self.routings[index], down, None, config.down))
         layouts = [arrange(routing.experts, self.shape.experts, config.block_m) for routing in self.routings]
         encoded = gate_up.kind == "block" and config.gate_up.n == 128
         if part == "gate_up":
@@ -240,7 +240,11 @@ class Timer:
 
 
 def describe(config: ExpertsConfig) -> str:
-    text = "vector" if config.kernel == "vector" else f"m{config.block_m}" + (" tma" if config.tma else "")
+    text = (
+        config.kernel
+        if config.kernel in ("vector", "stream")
+        else f"m{config.block_m}" + (" tma" if config.tma else "")
+    )
     text = f"scratch {text}" if config.kernel == "scratch" else text
     for block in (config.gate_up, config.down):
         text += f" | n{block.n} w{block.warps}" + (f" k{block.k} s{block.stages}" if block.k else "")
@@ -275,7 +279,7 @@ def explore(name: str, timer: Timer, tokens: int, deadline: float) -> tuple[Expe
                 config = replace(group.base, **{part: block})
                 times[block] = timer.part(config, part)
                 label = f"n{block.n} w{block.warps}" + (f" k{block.k} s{block.stages}" if block.k else "")
-                head = group.base.kernel if group.base.kernel == "vector" else f"m{group.base.block_m}"
+                head = group.base.kernel if group.base.kernel in ("vector", "stream") else f"m{group.base.block_m}"
                 print(
                     f"  {name} {tokens:5} {head:6} {part:8} {label:16}"
                     f"{rates(shape, layer, tokens, times[block], 2 if part == 'gate_up' else 1)}",

@@ -168,6 +168,12 @@ def _file_rows(files: ModelFiles) -> list[tuple[str, str]]:
     return rows
 
 
+def _heads(model: ModelConfig) -> str:
+    if rank := model.raw.get("kv_lora_rank"):
+        return f"{model.num_heads} query, latent attention over {rank} + {model.head_dim} values a token"
+    return f"{model.num_heads} query, {model.num_kv_heads} KV, {model.head_dim} each"
+
+
 def _shape_rows(model: ModelConfig) -> list[tuple[str, str]]:
     from quire.engine.setup import longest_position
 
@@ -176,7 +182,7 @@ def _shape_rows(model: ModelConfig) -> list[tuple[str, str]]:
     return [
         ("layers", f"{model.num_layers} of width {model.hidden_size}, MLP {model.intermediate_size}"),
         *_expert_rows(model),
-        ("heads", f"{model.num_heads} query, {model.num_kv_heads} KV, {model.head_dim} each"),
+        ("heads", _heads(model)),
         ("context", f"{longest_position(model)} tokens{window}"),
         ("vocabulary", f"{model.vocab_size} tokens{', tied embeddings' if model.tie_embeddings else ''}"),
         ("dtype", f"{model.dtype or 'not given'} in the checkpoint"),

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from quire.kvcache.block_pool import BlockPool
 from quire.kvcache.groups import GroupTable, Hit, first_needed, groups_of, hole, most_window_blocks
-from quire.kvcache.prefix_cache import PrefixCache, index_key, page_key, split_index_key
+from quire.kvcache.prefix_cache import PrefixCache, index_key, split_index_key
 from quire.messages.caches import FULL, CacheGroup
 
 ENDLESS = 1 << 40
@@ -357,61 +357,6 @@ class BlockTables:
             for number, _ in self.others:
                 for key in keys:
                     self.withdraw(self.prefix_cache.blocks_of(index_key(key, number))[:1])
-
-    # Tiers below the device
-
-    def tier_key(self, block: int) -> bytes | None:
-        """The key of a cached block in the tiers below the device; None if it is not cached."""
-        key = self.prefix_cache.key_of(block)
-        if key is None or not self.others:
-            return key
-        content, number = split_index_key(key)
-        return page_key(content, number, self.prefix_cache.blocks_of(key).index(block))
-
-    def tier_pairs(
-        self, owner: BlockOwner, keys: Sequence[bytes], tokens: int, end_key: bytes
-    ) -> list[tuple[bytes, int]]:
-        """(key in lower tiers, page) of all that it takes to continue after the owner's first `tokens` tokens. `keys`:
-        content keys of full blocks; `end_key`: the content key at the end."""
-        full, is_partial = divmod(tokens, self.block_size)
-        pairs = list(zip(keys[:full], owner.blocks[:full], strict=True)) if self.has_full else []
-        if is_partial and self.has_full:
-            pairs.append((end_key, owner.blocks[full]))
-        if self.others:
-            for (number, group), table in zip(self.others, self.tables_of(owner), strict=True):
-                if group.kind == "state":
-                    pairs += [(page_key(end_key, number, i), page) for i, page in enumerate(table.blocks)]
-                    continue
-                first = self.first_needed(number, tokens)
-                pairs += [(page_key(keys[i], number), table.blocks[i]) for i in range(first, full)]
-                if is_partial:
-                    pairs.append((page_key(end_key, number), table.blocks[full]))
-        return pairs
-
-    def full_tier_keys(self, keys: Sequence[bytes]) -> list[bytes]:
-        """Keys in lower tiers of what full groups keep of blocks with these content keys."""
-        if not self.others:
-            return list(keys)
-        full = [number for number, _ in groups_of(self.groups, "full")]
-        return [page_key(key, number) for key in keys for number in full]
-
-    def end_tier_keys(self, keys: Sequence[bytes], tokens: int) -> list[bytes]:
-        """The same of what other groups keep at the end of a sequence; the last of `keys` may be of a partial block."""
-        found = []
-        for number, group in self.others if keys else ():
-            if group.kind == "window":
-                found += [page_key(key, number) for key in keys[self.first_needed(number, tokens) :]]
-            elif group.kind == "state":
-                found += [page_key(keys[-1], number, i) for i in range(group.pages)]
-        return found
-
-    def tier_keys(self, key: bytes) -> list[bytes]:
-        """All keys in lower tiers of what ends with this content key."""
-        return [
-            page_key(key, number, i)
-            for number, group in enumerate(self.groups)
-            for i in range(group.pages if group.kind == "state" else 1)
-        ]
 
     # Sharing
 

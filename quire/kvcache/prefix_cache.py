@@ -144,8 +144,3 @@ def index_key(key: bytes, group: int) -> bytes:
 def split_index_key(key: bytes) -> tuple[bytes, int]:
     """The content key and the group of a key in the prefix cache."""
     return (key, 0) if len(key) == KEY_BYTES else (key[:-1], key[-1])
-
-
-def page_key(key: bytes, group: int, index: int = 0) -> bytes:
-    """The key of an object's page `index` in the tiers below the device, of the same length as a content key."""
-    return key if not group and not index else blake3(key + b"%d.%d" % (group, index)).digest()

@@ -43,8 +43,6 @@ class FusedLinear(nn.Module):
     """Parts of several checkpoint matrices that read the same input, as one matrix [sum of kept rows, in]."""
 
     gated = False
-    normed = True
-    """Whether `norm_linear` is used: tells the warm-up which kernels to compile."""
     activation = "silu"
     normed = True
     """Whether its input comes from a norm that is fused with it (`norm_linear`)."""
@@ -91,6 +89,34 @@ class FusedLinear(nn.Module):
                 collected.setdefault(f"{part.name}.bias", []).append(bias)
             start = stop
         return collected
+
+
+class ArrangedLinear(FusedLinear):
+    """Parts that are reordered (`FusedPart.arrange`): their rows while loading; where these are in few bits, the
+    outputs are."""
+
+    order: torch.Tensor | None = None
+
+    def create_weights(self, build: BuildContext, owner: str) -> None:
+        """Make the matrix in the formats of its parts."""
+        plain = tuple(replace(part, arrange=None) for part in self.parts)
+        formats = formats_of(build, owner, plain)
+        if any(each is not None and not isinstance(each, OnLoadFormat) for each in formats):
+            rows = torch.arange(sum(part.height for part in plain)).split([part.height for part in plain])
+            pairs = zip(rows, self.parts, strict=True)
+            self.order = torch.cat([part.arrange(own) if part.arrange else own for own, part in pairs]).to(build.device)
+            self.parts = plain
+        super().create_weights(build, owner)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = super().forward(x)
+        return out if self.order is None else out[:, self.order]
+
+    def norm_linear(
+        self, norm: RMSNorm, x: torch.Tensor | None, residual: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        out, stream = super().norm_linear(norm, x, residual)
+        return (out if self.order is None else out[:, self.order]), stream
 
 
 class ColumnParallelLinear(FusedLinear):

@@ -80,8 +80,16 @@ def make_matrix(
     if len(set(formats)) == 1:
         assert formats[0] is not None
         return formats[0].allocate((height, parts[0].width), build.dtype, build.memory.zeros, _starts(parts))
-    made = [make_matrix(build, [part], [each], part.height) for part, each in zip(parts, formats, strict=True)]
+    made = [
+        make_matrix(build, parts[run], formats[run], sum(part.height for part in parts[run])) for run in _runs(formats)
+    ]
     return SplitWeight(made)
+
+
+def _runs(formats: Sequence[Format | None]) -> list[slice]:
+    """Adjacent parts of one format: one product each."""
+    ends = [i for i in range(1, len(formats) + 1) if i == len(formats) or formats[i] != formats[i - 1]]
+    return [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
 
 
 def matrix_targets(
@@ -89,15 +97,18 @@ def matrix_targets(
 ) -> dict[str, list[AnyTarget]]:
     """The checkpoint tensors that fill a weight made by `make_matrix`."""
     collected: dict[str, list[AnyTarget]] = {}
-    for index, (part, found, start) in enumerate(zip(parts, formats, _starts(parts), strict=True)):
-        own, rows = weight, slice(start, start + part.height)
-        if isinstance(weight, SplitWeight):
-            own, rows = weight.parts[index], slice(0, part.height)
-        if isinstance(own, QuantizedWeight):
+    if isinstance(weight, SplitWeight):
+        for own, run in zip(weight.parts, _runs(formats), strict=True):
+            for name, targets in matrix_targets(own, parts[run], formats[run]).items():
+                collected.setdefault(name, []).extend(targets)
+        return collected
+    for part, found, start in zip(parts, formats, _starts(parts), strict=True):
+        rows = slice(start, start + part.height)
+        if isinstance(weight, QuantizedWeight):
             assert found is not None
-            named = assembly_targets(own, part, found, rows)
+            named = assembly_targets(weight, part, found, rows)
         else:
-            named = {f"{part.name}.weight": _copy_target(own[rows], part)}
+            named = {f"{part.name}.weight": _copy_target(weight[rows], part)}
         for name, target in named.items():
             collected.setdefault(name, []).append(target)
     return collected

@@ -18,7 +18,7 @@ from quire.layers.attention.layer import Attention
 from quire.layers.build_context import BuildContext
 from quire.layers.caches import AttentionCache, LayerCache
 from quire.layers.embedding import LMHead, VocabEmbedding
-from quire.layers.linear import FusedLinear, FusedPart, Heads, RowParallelLinear
+from quire.layers.linear import ArrangedLinear, FusedPart, Heads, RowParallelLinear
 from quire.layers.norm import ZeroCenteredRMSNorm
 from quire.layers.recurrent import DeltaNetHeads, DeltaNetRecurrence
 from quire.layers.rope import rope_table
@@ -62,7 +62,7 @@ class GatedAttention(nn.Module):
             FusedPart("k_proj", kv_width, heads.kv_rows),
             FusedPart("v_proj", kv_width, heads.kv_rows),
         ]
-        self.in_proj = FusedLinear(build, config.hidden_size, parts, bias)
+        self.in_proj = ArrangedLinear(build, config.hidden_size, parts, bias)
         norms = (self.q_norm.weight, self.k_norm.weight, config.norm_eps)
         self.attention = Attention(build, heads, layer, cos_sin, norms)
         self.out_proj = RowParallelLinear(build, "o_proj", width, config.hidden_size, bias)
@@ -88,7 +88,7 @@ class GatedDeltaNet(nn.Module):
         super().__init__()
         config = build.config
         heads = delta_net_heads(build)
-        self.in_proj = FusedLinear(build, config.hidden_size, variant.delta_parts(heads), bias=False)
+        self.in_proj = ArrangedLinear(build, config.hidden_size, variant.delta_parts(heads), bias=False)
         self.recurrence = DeltaNetRecurrence(build, heads, layer, _taps(config))
         self.out_proj = RowParallelLinear(build, "out_proj", heads.value_size, config.hidden_size, bias=False)
 

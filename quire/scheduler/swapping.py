@@ -12,8 +12,9 @@ import numpy as np
 from quire.kvcache.groups import Hit
 from quire.kvcache.offload.costs import LEAST_TOKENS
 from quire.kvcache.offload.manager import OffloadManager
+from quire.kvcache.offload.page_keys import every_key, page_key, pages_to_continue
 from quire.kvcache.offload.transfers import LoadTransfer, SaveTransfer
-from quire.kvcache.prefix_cache import index_key, page_key
+from quire.kvcache.prefix_cache import index_key
 from quire.messages.plan import Moves, MovesDone
 from quire.messages.request import Request
 
@@ -177,9 +178,7 @@ class Swapper:
 
     def forget(self, keys: Sequence[bytes]) -> None:
         """Drop these blocks from all tiers: they were computed from invalid state."""
-        if self._tables.others:
-            keys = [one for key in keys for one in self._tables.tier_keys(key)]
-        self.tiers.discard(keys)
+        self.tiers.discard(every_key(self._tables, keys))
 
     # Loading
 
@@ -376,7 +375,8 @@ class Swapper:
     def _pairs(self, request: Request, tokens: int) -> list[tuple[bytes, int]]:
         """(key, block) of the request's first `tokens` tokens, a partial last block included."""
         self._requests.extend_keys(request)
-        return self._tables.tier_pairs(request, request.keys, tokens, self._requests.end_key(request, tokens))
+        end_key = self._requests.end_key(request, tokens)
+        return pages_to_continue(self._tables, request, request.keys, tokens, end_key)
 
     def save_evictable(self, step_blocks: int) -> None:
         """Save the cached blocks that will be evicted soon. `step_blocks`: the most a step allocates."""

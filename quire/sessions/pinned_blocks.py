@@ -9,6 +9,7 @@ import numpy as np
 
 from quire.kvcache.block_tables import BlockTables
 from quire.kvcache.offload.block_store import BlockStore
+from quire.kvcache.offload.page_keys import keys_at_end, keys_of_blocks
 from quire.kvcache.prefix_cache import ContentKeys
 from quire.sessions.log.state import CHUNK_TOKENS
 from quire.sessions.log.store import SessionStore
@@ -100,11 +101,11 @@ class PinnedBlocks:
 
     def _pages(self, keys: list[bytes]) -> list[bytes]:
         """Keys of the pages that full groups have of these blocks."""
-        return keys if self._tables is None else self._tables.full_tier_keys(keys)
+        return keys if self._tables is None else keys_of_blocks(self._tables, keys)
 
     def _end_pages(self, keys: list[bytes], tokens: int) -> list[bytes]:
         """Keys of the pages that other groups keep at the end of a sequence of blocks with these keys."""
-        return [] if self._tables is None else self._tables.end_tier_keys(keys, tokens)
+        return [] if self._tables is None else keys_at_end(self._tables, keys, tokens)
 
     def last_keys(self) -> Iterator[tuple[str, bytes]]:
         """Pinned sessions, the latest first, each with the key of its last block."""

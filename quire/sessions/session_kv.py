@@ -13,6 +13,7 @@ from quire.errors import StoreError
 from quire.kvcache.block_tables import BlockTables
 from quire.kvcache.groups import GroupTable
 from quire.kvcache.offload.manager import OffloadManager
+from quire.kvcache.offload.page_keys import pages_to_continue
 from quire.kvcache.offload.transfers import SaveTransfer
 from quire.kvcache.prefix_cache import ContentKeys
 from quire.messages.request import Request
@@ -180,6 +181,9 @@ class SessionKV:
             child.tokens = min(resident.tokens, tokens)
             if self._tables.can_continue(resident, resident.tokens, child.tokens):
                 self._tables.share(resident, child, child.tokens)
+            else:
+                self._adopt_cached(child, child.tokens)
+            if child.blocks:
                 self._resident[new_name] = child
         if self._pinned is not None:
             self._pinned.pin(new_name)
@@ -199,9 +203,17 @@ class SessionKV:
                 resident.tokens = kept
             else:
                 self._release(resident)
+                self._adopt_cached(resident, kept)
             del resident.keys[count:]
         if self._pinned is not None:
             self._pinned.pin(name)
+
+    def _adopt_cached(self, resident: ResidentSession, most: int) -> None:
+        """Give the session what the prefix cache has of its first `most` tokens: a window has moved on from there, or a
+        state has consumed more."""
+        hit = self._tables.find(resident.keys, most + 1)
+        self._tables.adopt(resident, hit)
+        resident.tokens = len(hit.blocks) * self._tables.block_size
 
     def forget(self, name: str) -> None:
         """The session was deleted."""
@@ -279,7 +291,7 @@ class SessionKV:
         self.suspended += 1
         self._record_kv(resident)
         if self._tiers is not None:
-            pairs = self._tables.tier_pairs(resident, resident.keys, resident.tokens, self._end_key(resident))
+            pairs = pages_to_continue(self._tables, resident, resident.keys, resident.tokens, self._end_key(resident))
             if self._pinned is None:
                 self._pin_in_host(resident.name, [key for key, _ in pairs])
             self._saves[resident.name] = self._tiers.save(pairs, to_disk=True)

@@ -22,28 +22,34 @@ logger = logging.getLogger(__name__)
 
 @torch.no_grad()
 def make_copies(model: nn.Module, allowed: int) -> int:
-    """Give every weight-only matrix, and every stack of experts, a 16-bit copy, if all of a kind fit into `allowed`
-    bytes; returns the bytes taken."""
+    """Give every weight-only matrix a 16-bit copy, if all of them fit into `allowed` bytes, and as many layers' experts
+    as fit into the rest; returns the bytes taken."""
     weights = [weight for held in quantized_weights(model) for weight in _parts(held) if weight.is_weight_only]
     matrices = [weight for weight in weights if weight.dim() == 2]
     stacks = [weight for weight in weights if weight.dim() == 3 and isinstance(weight, (Fp4Weight, GroupedWeight))]
-    taken = 0
-    for kind, wanted in (("weights", matrices), ("experts", stacks)):
-        total = sum(weight.numel() * weight.dtype.itemsize for weight in wanted)
-        if not wanted or taken + total > allowed:
-            if wanted:
-                logger.info(
-                    "no 16-bit copies of quantized %s: they need %.1f GiB, %.1f GiB may be used (weight_copy_share)",
-                    kind,
-                    total / 2**30,
-                    (allowed - taken) / 2**30,
-                )
-            continue
-        for weight in wanted:
-            weight.copy = _dequantized(weight)
-        logger.info("16-bit copies of quantized %s, for steps of many rows: %.1f GiB", kind, total / 2**30)
-        taken += total
-    return taken
+    total = sum(_bytes(weight) for weight in matrices)
+    if total > allowed:
+        logger.info(
+            "no 16-bit copies of quantized weights: they need %.1f GiB, %.1f GiB may be used (weight_copy_share)",
+            total / 2**30,
+            allowed / 2**30,
+        )
+        matrices, total = [], 0
+    wanted = len(stacks)
+    while total + sum(map(_bytes, stacks)) > allowed:
+        stacks = stacks[:-2]  # a layer has two
+    total += sum(map(_bytes, stacks))
+    for weight in (*matrices, *stacks):
+        weight.copy = _dequantized(weight)
+    if total:
+        logger.info("16-bit copies of quantized weights, for steps of many rows: %.1f GiB", total / 2**30)
+    if len(stacks) < wanted:
+        logger.info("%d of %d stacks of experts have copies (weight_copy_share)", len(stacks), wanted)
+    return total
+
+
+def _bytes(weight: QuantizedWeight) -> int:
+    return weight.numel() * weight.dtype.itemsize
 
 
 def _dequantized(weight: QuantizedWeight) -> torch.Tensor:
@@ -51,6 +57,12 @@ def _dequantized(weight: QuantizedWeight) -> torch.Tensor:
     if weight.dim() == 2:
         return weight.dequantize().contiguous()
     out = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
+    if weight.device.type == "cuda":
+        from quire.kernels.triton.quantized.expert_scratch import dequantize_stack
+        from quire.kernels.triton.quantized.expert_stacks import stack_of
+
+        if (stack := stack_of(weight)) is not None:
+            return dequantize_stack(stack, out.view(-1))
     for index in range(weight.shape[0]):
         out[index] = weight[index].dequantize()
     return out

@@ -39,3 +39,11 @@ def test_the_readme_names_every_command():
     text = (ROOT / "README.md").read_text()
     named = [f"quire {name}" for name in COMMANDS if name != "bench"] + [f"quire bench {name}" for name in BENCHMARKS]
     assert [name for name in named if f"`{name}" not in text] == []
+
+
+def test_the_page_of_models_names_every_architecture():
+    from quire.loading.gguf_names import NAMES
+    from quire.models.registry import supported
+
+    text = (ROOT / "docs/models.md").read_text()
+    assert [name for name in (*supported(), *NAMES) if f"`{name}`" not in text] == []

@@ -7,11 +7,13 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from quire.messages.memory_map import (
     DeviceBlocks,
     DiskBlocks,
     ExpertLoad,
+    GroupBlocks,
     HostBlocks,
     MemoryMap,
     Owner,
@@ -81,6 +83,23 @@ def test_a_snapshot_is_drawn(quire, tmp_path):
     assert ["agent-7", "disk", "544", "543"] in [line.split() for line in lines]
     assert "4 in each of 2 layers; max / mean 2.00 on average, 3.00 at worst" in ran.out
     assert ["1", "40", "3.00", "1:", "75.0%", "2:", "25.0%"] in [line.split() for line in lines]
+
+
+def test_cache_groups_are_listed_with_the_blocks_that_each_owner_has_in_them(quire, tmp_path):
+    long = Owner(kind="running", name="long", tokens=100_000, blocks=6262, shared=0, by_group=[6250, 9, 3])
+    groups = [
+        GroupBlocks(kind="full", layers=12, held=6250, cached=10),
+        GroupBlocks(kind="window", layers=12, window=128, held=9, cached=4),
+        GroupBlocks(kind="state", layers=24, state_blocks=3, held=3, cached=6),
+    ]
+    owners = Owners(running=1, loading=0, swapped=0, sessions=0, waiting=0, largest=[long])
+    ran = quire("inspect", "--snapshot", saved(tmp_path, replace(FOUND, groups=groups, owners=owners)))
+    assert (ran.code, ran.err) == (0, "")
+    lines = [line.split() for line in ran.out.splitlines()]
+    assert ["every", "token", "12", "6250", "10", "6.1", "GiB"] in lines
+    assert ["window", "of", "128", "tokens", "12", "9", "4", "13.0", "MiB"] in lines
+    assert ["recurrent", "states", "of", "3", "blocks", "24", "3", "6", "9.0", "MiB"] in lines
+    assert ["long", "running", "100000", "6262", "0", "6250", "+", "9", "+", "3"] in lines
 
 
 EARLIER = """

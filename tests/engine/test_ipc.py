@@ -45,7 +45,8 @@ DOWN: list[Any] = [
     ipc.GetStats(3), ipc.ShutdownEngine(),
 ]  # fmt: skip
 UP: list[Any] = [
-    ipc.EngineReady("cpu", "float32", 256, 8, 512, 16, 128, 2048, 1 << 40, 1 << 41, 0.5, b"\x01" * 32), ipc.Outputs(OUTPUTS),
+    ipc.EngineReady("cpu", "float32", 256, 8, 512, 16, 128, 2048, 1 << 40, 1 << 41, 0.5, b"\x01" * 32),
+    ipc.Outputs(OUTPUTS),
     ipc.RequestRefused("a", "ValidationError", "why", "prompt"), ipc.HealthReport(2, 5), ipc.ResetReport(1, False),
     ipc.StatsReport(3, [Metric("quire:steps", "counter", 4.0)]), ipc.RelayedLog("quire.x", 20, "line"), ipc.Died("why"),
 ]  # fmt: skip

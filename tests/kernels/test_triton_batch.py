@@ -78,6 +78,7 @@ class Twins:
         self.torch = DeviceBatch(rows, LONGEST, VOCAB, caches[0], device)
         self.triton = CudaBatch(rows, LONGEST, VOCAB, caches[1], device, step_tokens)
         self.added: set[int] = set()
+        self.known_contexts = 0
 
     @property
     def both(self) -> tuple[DeviceBatch, CudaBatch]:
@@ -121,9 +122,18 @@ class Twins:
             self.triton.expand(ours)
         else:
             ours = self.triton.inputs(plan)
+            self._check_contexts(plan, ours.attention[0].contexts, theirs)
         self._assert_same_step(plan, ours, theirs, padded)
         assert torch.equal(self.triton.num_computed[idle], before[idle]), "nothing is computed for an inactive row"
         self.assert_same_rows()
+
+    def _check_contexts(self, plan: StepPlan, contexts: Any, theirs: StepInputs) -> None:
+        """Tokens that prompts had cached, if the host knows them, are those that the device counts."""
+        if contexts is not None:
+            before = theirs.attention[0].context_lens.tolist()[plan.num_decodes :]
+            counts = plan.counts[plan.num_decodes :].tolist()
+            assert list(contexts) == [total - count for total, count in zip(before, counts, strict=True)]
+            self.known_contexts += len(contexts)
 
     def _assert_same_step(self, plan: StepPlan, ours: StepInputs, theirs: StepInputs, padded: int) -> None:
         rows, tokens = len(plan.rows), plan.num_tokens
@@ -279,6 +289,7 @@ def test_random_plans_leave_both_batches_alike(seed: int) -> None:
     for _ in range(STEPS):
         planner.run_step()
     assert planner.was_inactive and planner.was_added_again and planner.was_padded
+    assert planner.twins.known_contexts
 
 
 def test_a_row_dropped_and_added_again_in_one_plan_is_the_new_one() -> None:

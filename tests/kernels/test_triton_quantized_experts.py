@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -16,7 +16,8 @@ from quire.kernels.triton.quantized import experts as quantized
 from quire.kernels.triton.moe.common import ChosenExperts, ExpertsConfig, GemmTile  # isort: skip
 from quire.kernels.triton.quantized.expert_scratch import dequantize_stack  # isort: skip
 from quire.kernels.triton.quantized.expert_stacks import Stack, stack_of  # isort: skip
-from quire.kernels.triton.quantized.expert_tiles import encode  # isort: skip
+from quire.kernels.triton.quantized.expert_streams import stream_experts  # isort: skip
+from quire.kernels.triton.quantized.expert_tiles import encode, in_pairs  # isort: skip
 from quire.kernels.triton.quantized.expert_vectors import vector_experts  # isort: skip
 from quire.kernels.triton.quantized.registry import ReferenceProducts  # isort: skip
 from quire.kernels.weights.base import QuantizedWeight  # isort: skip
@@ -31,6 +32,7 @@ TOLERANCE = 1e-2 if ON_GPU else 1e-3
 VECTOR = ExpertsConfig("vector", GemmTile(8 if ON_GPU else 32, warps=4), GemmTile(8 if ON_GPU else 64, warps=4))
 TILE = ExpertsConfig("tile", GemmTile(64, 64, 4, 2), GemmTile(128, 64, 4, 2), 16)
 BLOCK_TILE = ExpertsConfig("tile", GemmTile(128, 128, 4, 2), GemmTile(256, 128, 8, 2), 16)
+STREAM = ExpertsConfig("stream", GemmTile(8, 1, 2, 1), GemmTile(16, 0, 4, 2))
 TALL_TILE = ExpertsConfig("tile", GemmTile(128, 128, 8, 2), GemmTile(128, 128, 8, 2), 64)
 """Not transposed."""
 
@@ -217,6 +219,17 @@ def test_vectors_equal_a_loop_over_pairs_and_norm_first(kind: str) -> None:
     assert_close(out, given.expected(normed))
 
 
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_streams_equal_a_loop_over_pairs_and_norm_one_token(tokens: int) -> None:
+    # 320 inputs are two and a half pieces, 192 one and a half: the last warps have less than others, or nothing.
+    given = case("mxfp4", tokens, 320, 192, biased=True, activation="clamped_swiglu")
+    gain = random(320).to(HALF)
+    norm = (gain, 1e-6) if tokens == 1 else None
+    out = stream_experts(given.x, given.routing, *given.stacks, STREAM, *given.biases, given.activation, norm)
+    normed = torch.nn.functional.rms_norm(given.x.float(), (320,), gain.float(), 1e-6).to(HALF)
+    assert_close(out, given.expected(normed if tokens == 1 else None))
+
+
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "relu"])
 def test_activations(activation: str) -> None:
     given = case("grouped-4-32", 1, 64, 32, activation=activation)
@@ -268,7 +281,43 @@ def test_configurations_exist_for_any_number_of_tokens(kind: str) -> None:
     gate_up, down = stack_of(make(kind, (2, 256, 128))), stack_of(make(kind, (2, 128, 128)))
     assert gate_up is not None
     assert down is not None
-    kernels = [quantized.config_of(gate_up, down, 2, tokens, False).kernel for tokens in (1, 4, 8, 100, 100_000)]
+    kernels = [quantized.config_of(gate_up, down, 2, tokens, False).kernel for tokens in (1, 4, 8, 400, 100_000)]
     many = "tile" if gate_up.quantizes else "scratch"
     assert kernels == ["vector", "vector", "tile", many, many]
     assert quantized.config_of(gate_up, down, 2, 1, True) == quantized.config_of(gate_up, down, 2, 5000, True)
+
+
+@pytest.mark.parametrize("bounded", [True, False])
+@pytest.mark.parametrize(("hidden", "width"), [(64, 192), (128, 64)])
+def test_mxfp4_codes_in_pairs_of_bytes(hidden: int, width: int, bounded: bool) -> None:
+    given = case("mxfp4", 5, hidden, width, biased=True, activation="clamped_swiglu")
+    given.gate_up.bounded = given.down.bounded = bounded
+    assert in_pairs(*given.stacks)
+    for block_m in (16, 64) if ON_GPU else (16,):
+        config = ExpertsConfig("tile", GemmTile(64, 64, 4, 2), GemmTile(64, 192, 4, 2), block_m)
+        assert_close(given.run(config), given.expected())
+
+
+def test_mxfp4_stacks_that_do_not_fit_pairs_are_read_byte_by_byte() -> None:
+    given = case("mxfp4", 3, 96, 64)  # 96 inputs: spans of 32
+    assert not in_pairs(*given.stacks)
+    assert_close(given.run(ExpertsConfig("tile", GemmTile(32, 64, 4, 1), GemmTile(32, 64, 4, 1), 16)), given.expected())
+
+
+def test_copies_are_multiplied_from_fewer_tokens_on() -> None:
+    stacks = [stack_of(make("mxfp4", shape)) for shape in ((4, 256, 128), (4, 128, 128))]
+    assert stacks[0] is not None and stacks[1] is not None
+    copied = [replace(stack, copy=stack.codes) for stack in stacks]
+    for tokens, plain, with_copy in ((64, "tile", "tile"), (128, "tile", "scratch"), (1024, "scratch", "scratch")):
+        assert quantized.config_of(*stacks, 2, tokens, False).kernel == plain
+        assert quantized.config_of(*copied, 2, tokens, False).kernel == with_copy
+
+
+def test_a_copy_is_read_instead_of_the_codes() -> None:
+    given = case("mxfp4", 3, 64, 64)
+    expected = given.expected()
+    for weight in (given.gate_up, given.down):
+        weight.copy = weight.dequantize()
+        weight.codes.zero_()
+    config = ExpertsConfig("scratch", GemmTile(64, 32, 4, 2), GemmTile(64, 32, 4, 2), 16)
+    assert_close(given.run(config), expected)

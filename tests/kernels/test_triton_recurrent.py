@@ -31,9 +31,9 @@ from quire.kernels.triton.recurrent.chunks import CHUNK
 from quire.kernels.triton.recurrent.delta_net import DeltaNetConfig
 
 LAYERS: dict[str, Any] = {
-    "delta": lambda: random_delta_net(2, 4, 16, 16, torch.float32, DEVICE),
+    "delta": lambda: random_delta_net(1, 2, 16, 16, torch.float32, DEVICE),
     "delta-odd": lambda: random_delta_net(1, 1, 12, 20, torch.float32, DEVICE, taps=3),
-    "mamba": lambda: random_mamba2(4, 2, 16, 32, torch.float32, DEVICE),
+    "mamba": lambda: random_mamba2(2, 1, 16, 32, torch.float32, DEVICE),
 }
 
 
@@ -62,6 +62,7 @@ def test_decodes(name: str, queries: int) -> None:
     reference = reference_states.delta_net if is_delta else reference_states.mamba2
     expected = reference(x, layer, expected_view, step)
     out = torch.full_like(expected, torch.nan)
+    assert decode.rows_of(layer, view, step) == (4, queries == 1)
     kernel = decode.delta_net_decode if is_delta else decode.mamba2_decode
     kernel(x, layer, view, step, out, 4, single=queries == 1)
     assert_near(out, expected)
@@ -75,8 +76,8 @@ def test_steps_with_prompts(name: str) -> None:
     """Decodes, then a prompt of several chunks, one within taps of its begin, one that begins, none, and padding."""
     layer = LAYERS[name]()
     view, tables = random_states(state_parts(layer, torch.float32), 7, 4112, DEVICE)
-    counts = [1, 1, 2 * CHUNK + 5, 2, CHUNK, 0, 3]
-    contexts = [30, 1, 90 + 2 * CHUNK, 4, CHUNK, 0, 0]
+    counts = [1, 1, CHUNK + 5, 2, CHUNK, 0, 3]
+    contexts = [30, 1, 90 + CHUNK, 4, CHUNK, 0, 0]
     tables[5:] = 0
     step = step_of(tables, counts, contexts, in_batch=True)
     x = random_inputs(layer, sum(counts), torch.float32)
@@ -139,10 +140,10 @@ def test_keys_that_hardly_differ(leaf: int, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(delta_net, "choose", lambda *_: DeltaNetConfig(solve_leaf=leaf, scan_values=16))
     layer = LAYERS["delta"]()
     view, tables = random_states(state_parts(layer, torch.float32), 1, 4112, DEVICE)
-    x = random_inputs(layer, 1, torch.float32).repeat(4 * CHUNK, 1)
+    x = random_inputs(layer, 1, torch.float32).repeat(2 * CHUNK, 1)
     x[:, -2 * layer.value_heads :] = 8.0  # beta near 1
     layer.decay.mul_(1e-3)
-    step = step_of(tables, [4 * CHUNK], [4 * CHUNK])
+    step = step_of(tables, [2 * CHUNK], [2 * CHUNK])
     expected = TorchOps().delta_net(x, layer, copied(view), step)
     assert_near(TritonOps().delta_net(x, layer, view, step), expected, 1e-3)
 

@@ -13,7 +13,15 @@ from safetensors.torch import save_file
 from quire import LLM, SamplingParams
 from quire.errors import UnsupportedModelError
 from quire.loading.model_config import ModelConfig
-from tests.models.harness import empty_model, random_reference
+from tests.models.harness import (
+    checkpoint_tensors,
+    empty_model,
+    in_chunks,
+    load,
+    model_config,
+    random_reference,
+    reference_logits,
+)
 from tests.models.zoo import ZOO
 
 PROMPTS = [[7, 30, 51, 9, 64, 80, 3, 21] * 3, [11, 90, 4], [60, 61, 62, 63, 64, 65, 66] * 2]
@@ -90,3 +98,20 @@ def test_what_a_published_text_config_leaves_out() -> None:
     assert (config.rope["rope_theta"], config.rope["rope_type"], config.rope["factor"]) == (1e6, "linear", 8.0)
     assert config.window_rope is not None
     assert (config.window_rope["rope_theta"], config.window_rope["rope_type"]) == (10000.0, "default")
+
+
+@pytest.mark.parametrize("name", ["gpt-oss", "gemma-2", "gemma-3", "gemma-4-shared"])
+@pytest.mark.parametrize("off", [-1, 1])
+def test_a_window_that_is_off_by_one_shows(name: str, off: int) -> None:
+    """One token more or less in the windows changes the logits by far more than rounding does."""
+    reference = random_reference(ZOO[name])
+    tokens = torch.randint(0, 97, (29,), generator=torch.Generator().manual_seed(5)).tolist()
+    theirs = reference_logits(reference, tokens)
+    config = model_config(reference)
+    raw = dict(config.raw) | {"sliding_window": config.raw["sliding_window"] + off}
+    model = empty_model(ModelConfig.from_dict(raw))
+    load(model, checkpoint_tensors(reference))
+    ours = in_chunks(model, tokens, 7)
+    first = config.raw["sliding_window"] + min(off, 0)  # the first token that sees another window
+    torch.testing.assert_close(ours[:first], theirs[:first], rtol=0, atol=1e-4 * theirs.abs().max().item())
+    assert (ours[first:] - theirs[first:]).abs().amax(-1).min() > 1e-2

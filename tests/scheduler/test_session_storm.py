@@ -214,8 +214,7 @@ GROUPS = {
 }
 
 
-@pytest.mark.parametrize("groups", GROUPS)
-@pytest.mark.parametrize("kind", WEATHERS)
+@pytest.mark.parametrize(("kind", "groups"), list(zip([*WEATHERS, *WEATHERS], [*GROUPS] * 5, strict=False)))
 def test_sessions_over_several_cache_groups(kind: str, groups: str, tmp_path: Path) -> None:
     shape = replace(WEATHERS[kind], groups=GROUPS[groups], blocks=WEATHERS[kind].blocks * 2)
     storm = SessionStorm(shape, tmp_path, seed=2)

@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from quire.kvcache.block_tables import BlockTables
 from quire.kvcache.offload.disk.store import DiskStore
+from quire.kvcache.offload.page_keys import page_key
 from quire.kvcache.prefix_cache import ContentKeys
+from quire.messages.caches import FULL, CacheGroup
 from quire.sessions.log import SessionStore
 from quire.sessions.pinned_blocks import PinnedBlocks
 
@@ -101,3 +104,27 @@ def test_a_sessions_blocks_outlast_a_flood_of_unpinned_ones(tmp_path: Path) -> N
         for flood in keys.of(range(9000, 9000 + 16 * 400)):
             disk.write(flood, memoryview(flood * 2))
         assert not any(map(disk.has, own))
+
+
+def test_each_cache_group_pins_what_a_session_needs_to_continue(tmp_path: Path) -> None:
+    """All blocks of full groups, those that the window before the next token reaches, and the state at the end."""
+    size, length, window = 16, 700, 40
+    groups = (FULL, FULL, CacheGroup("window", (), window=window), CacheGroup("state", (), pages=3))
+    keys = ContentKeys(size, MODEL)
+    with (
+        SessionStore.open(tmp_path / "sessions") as sessions,
+        DiskStore.open(tmp_path / "kv", MODEL, BLOCK, 1 << 20) as disk,
+    ):
+        blocks = PinnedBlocks(sessions, disk, keys, MODEL, BlockTables(9, size, groups=groups))
+        for name, kv_tokens in (("within-a-block", 689), ("at-a-boundary", 688), ("short", 5)):
+            sessions.create(name, range(length), durable=False)
+            sessions.set_kv(name, kv_tokens, MODEL)
+            blocks.pin(name)
+            own = expected_keys(keys, list(range(kv_tokens)), "")
+            needed = {page_key(key, group) for key in own for group in (0, 1)}
+            needed |= {page_key(own[read // size], 2) for read in range(max(0, kv_tokens - window + 1), kv_tokens)}
+            needed |= {page_key(own[-1], 3, i) for i in range(3)}
+            assert set(disk._blocks.pins) == needed
+            assert blocks.keys_of(name) == own
+            blocks.unpin(name)
+            assert not disk._blocks.pins

@@ -36,6 +36,11 @@ def assume_device(arch: int, multiprocessors: int) -> None:
     _assumed[:] = arch, multiprocessors
 
 
+def compiles_only() -> bool:
+    """Whether this process compiles for a GPU that it must not open."""
+    return bool(_assumed)
+
+
 @functools.cache
 def has_pdl() -> bool:
     """Whether the current device supports programmatic dependent launch."""
@@ -103,6 +108,7 @@ def num_sms() -> int:
 
 
 __all__ = [
-    "INTERPRETED", "SafeLauncher", "arch", "assume_device", "compiled", "gdc_launch_dependents", "gdc_wait", "has_pdl",
+    "INTERPRETED", "SafeLauncher", "arch", "assume_device", "compiled", "compiles_only",
+    "gdc_launch_dependents", "gdc_wait", "has_pdl",
     "let_threads_launch", "num_sms", "pdl", "watch_compiles",
 ]  # fmt: skip

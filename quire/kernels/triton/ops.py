@@ -351,9 +351,10 @@ class TritonOps(TorchOps):
         if not delta_net.is_supported(layer):
             return super().delta_net(projected, layer, states, step)
         out = torch.empty(len(projected), layer.width, dtype=projected.dtype, device=projected.device)
-        if step.num_decodes:
-            decode.delta_net_decode(projected, layer, states, step, out, step.num_decodes)
-        if step.num_decodes < step.num_rows:
+        decodes, single = decode.rows_of(layer, states, step)
+        if decodes:
+            decode.delta_net_decode(projected, layer, states, step, out, decodes, single)
+        if decodes < step.num_rows:
             delta_net.delta_net_prompts(projected, layer, states, step, out)
         return out
 
@@ -361,9 +362,10 @@ class TritonOps(TorchOps):
         if not mamba2.is_supported(layer):
             return super().mamba2(projected, layer, states, step)
         out = torch.empty(len(projected), layer.width, dtype=projected.dtype, device=projected.device)
-        if step.num_decodes:
-            decode.mamba2_decode(projected, layer, states, step, out, step.num_decodes)
-        if step.num_decodes < step.num_rows:
+        decodes, single = decode.rows_of(layer, states, step)
+        if decodes:
+            decode.mamba2_decode(projected, layer, states, step, out, decodes, single)
+        if decodes < step.num_rows:
             mamba2.mamba2_prompts(projected, layer, states, step, out)
         return out
 

@@ -88,6 +88,11 @@ def _prepare_qkv(
     else:
         in_rest &= ~is_q  # neither normed nor rotated: already in place
 
+    kv_head = tl.where(is_v, head - HEADS - KV_HEADS, head - HEADS)
+    if CODES and not TOKEN_SCALES:
+        # The model's, which no kernel writes: not another load to wait for later.
+        scale = tl.load(scales + is_v.to(tl.int32) * KV_HEADS + kv_head, mask=exists & ~is_q, other=1.0)
+
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -118,7 +123,6 @@ def _prepare_qkv(
         if REST:
             rest_values = tl.where(is_v, rest_values, _scaled(rest_values, inverse, rest_weight))
 
-    kv_head = tl.where(is_v, head - HEADS - KV_HEADS, head - HEADS)
     cache_at = (
         kv
         + slot // BLOCK_SIZE * block_stride
@@ -152,8 +156,6 @@ def _prepare_qkv(
                     + slot % BLOCK_SIZE
                 )
                 tl.store(at_scale, scale, mask=exists & ~is_q)
-            else:
-                scale = tl.load(scales + is_v.to(tl.int32) * KV_HEADS + kv_head, mask=exists & ~is_q, other=1.0)
             if HALF:
                 tl.store(cache_at + pair, encode(first, scale, CODES), mask=in_pair & ~is_q)
                 tl.store(cache_at + HALF + pair, encode(second, scale, CODES), mask=in_pair & ~is_q)

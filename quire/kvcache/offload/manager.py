@@ -20,6 +20,7 @@ from quire.kvcache.offload.block_store import BlockStore
 from quire.kvcache.offload.costs import LEAST_BYTES, Costs
 from quire.kvcache.offload.host_tier import HostTier
 from quire.kvcache.offload.io_threads import IOTask, IOThreads
+from quire.kvcache.offload.page_keys import key_of_cached
 from quire.kvcache.offload.transfers import CopyIn, CopyOut, LoadTransfer, SaveTransfer, StepCopies
 from quire.messages.plan import Moves, MovesDone
 
@@ -165,9 +166,9 @@ class OffloadManager:
 
     def save_idle(self, count: int) -> int:
         """Save the cached blocks that would be evicted next, at most `count`; returns how many it copies."""
-        tier_key, pairs = self._tables.tier_key, []
+        pairs = []
         for block in self._tables.pool.oldest(count):
-            key = tier_key(block)
+            key = key_of_cached(self._tables, block)
             if key is not None and not self.is_saved(key):
                 pairs.append((key, block))
         return self.save(pairs, is_idle=True).pending

@@ -19,6 +19,7 @@ more heads are several tiles of heads.
 from __future__ import annotations
 
 import functools
+import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +27,9 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.kernels.triton.launch import INTERPRETED, gdc_launch_dependents, gdc_wait, num_sms, pdl
+from quire.kernels.triton.launch import INTERPRETED, arch, compiles_only, gdc_launch_dependents, gdc_wait, num_sms, pdl
+
+logger = logging.getLogger(__name__)
 
 LOG2_E = 1.4426950408889634
 PLANNED_AT_ONCE = 32
@@ -55,15 +58,65 @@ class LatentTile:
     """A kernel of `hopper.py`: 64 tokens, 2 stages, 8 warps (4 if transposed)."""
 
 
+USE_GLUON = True
+"""Whether the kernels of `hopper.py` are used where they apply."""
+
+
 @functools.cache
-def latent_tile(query_rows: int, itemsize: int) -> LatentTile:
+def _gluon_works(tile: LatentTile) -> bool:
+    """Whether a kernel of `hopper.py` compiles here and computes the right thing, tried once on two short rows.
+
+    Gluon is experimental, and no interpreter runs it in tests: with another Triton it may do neither.
+    """
+    if compiles_only():
+        return True  # a process that compiles ahead: it has no device to try it on
+    from quire.kernels.triton.latent.products import absorb, values_of_rows
+
+    device, dtype = torch.device("cuda", torch.cuda.current_device()), torch.bfloat16
+    heads = 16 if tile.transposed else 64
+    generator = torch.Generator(device).manual_seed(0)
+
+    def random(*size: int) -> torch.Tensor:
+        return torch.randn(size, generator=generator, device=device, dtype=dtype)
+
+    try:
+        kernel = LatentDecode(heads, 128, 512, 64, 2, dtype, device, tile=tile)
+        q, up, kv = random(2, heads, 192), random(heads, 256, 512) * 512**-0.5, random(24, 16, 576)
+        tables = torch.arange(48, dtype=torch.int32, device=device).view(2, 24) % 24
+        lens, rows = (torch.tensor(numbers, dtype=torch.int32, device=device) for numbers in ([333, 7], [0, 1]))
+        plan, absorbed = kernel.plan(lens, rows, 2), absorb(q, up, 128)
+        kernel.attend(q, absorbed, kv, tables, rows, lens, plan, 0.07)
+        out = q.new_empty(2, heads * 128)
+        values_of_rows(absorbed, up, out, lens, plan, kernel, 128, 2)
+        wide, keys, values = kv.flatten(0, 1).float(), up[:, :128].float(), up[:, 128:].float()
+        for row, length in enumerate((333, 7)):
+            cached = wide[:length]
+            scores = torch.einsum("hn,hnr,tr->ht", q[row, :, :128].float(), keys, cached[:, :512])
+            scores += torch.einsum("hr,tr->ht", q[row, :, 128:].float(), cached[:, 512:])
+            expected = torch.einsum("ht,tr,hvr->hv", (scores * 0.07).softmax(-1), cached[:, :512], values).flatten()
+            error = float((out[row].float() - expected).norm() / expected.norm())
+            if not error < 0.03:
+                raise ValueError(f"its results are off by {error:.1%}")
+    except Exception as error:
+        logger.warning("a kernel of latent attention is not used, a slower one replaces it: %s", error)
+        return False
+    return True
+
+
+@functools.cache
+def latent_tile(query_rows: int, itemsize: int, rank: int = 512, rope: int = 64) -> LatentTile:
     """The tile shape for this many heads times queries; found with benchmarks/gpu/latent_attention.py on an H200."""
     if INTERPRETED:
         return LatentTile(16, 4, 1, 2)
     if itemsize == 4:
         return LatentTile(16, 4, 2)
+    if USE_GLUON and arch() == 90 and (rank, rope) == (512, 64) and not 16 < query_rows <= 32:
+        few = query_rows <= 16
+        tile = LatentTile(64, 4 if few else 8, 2, transposed=few, gluon=True)
+        if _gluon_works(tile):
+            return tile
     if query_rows <= 16:
-        return LatentTile(32, 4, 5, 2, min_tiles=2)
+        return LatentTile(32, 4, 5, 2)
     if query_rows <= 32:
         return LatentTile(32, 8, 5, transposed=True)
     return LatentTile(32, 8, 5)
@@ -278,7 +331,7 @@ class LatentDecode:
         self.each = min(triton.next_power_of_2(heads), MAX_QUERY_ROWS // triton.next_power_of_2(queries))
         self.head_tiles = triton.cdiv(heads, self.each)
         own = self.each * queries
-        self.tile = tile or latent_tile(own, dtype.itemsize)
+        self.tile = tile or latent_tile(own, dtype.itemsize, rank, rope)
         self.programs = num_sms() * self.tile.programs
         self._rows = max(16, triton.next_power_of_2(max_rows))
         self._planned = -(-self.programs // PLANNED_AT_ONCE) * PLANNED_AT_ONCE

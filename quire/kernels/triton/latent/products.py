@@ -5,7 +5,7 @@ tokens, the inputs once for every tile of outputs. Operations: 2 * nope * rank (
 Results of latent attention that are in parts are merged while they are read.
 """
 
-# ruff: noqa: N803
+# ruff: noqa: N803, N806
 
 from __future__ import annotations
 
@@ -61,90 +61,74 @@ def _load_values(up, head, column, k, stride_up, NOPE: tl.constexpr, VALUE: tl.c
 
 
 @triton.jit
-def _parts(lens, plan, begins, row, head, EACH: tl.constexpr, TILE: tl.constexpr):
-    """(first, last): the programs that computed parts of this row and head; equal if one computed it alone."""
-    each = tl.load(plan)
-    tiles = (tl.load(lens + row) + TILE - 1) // TILE
-    begin = tl.load(begins + row) + head // EACH * tiles
-    return begin // each, (begin + tl.maximum(tiles, 1) - 1) // each
-
-
-@triton.jit
-def _merged(partial, stats, first, last, own, d, OWN: tl.constexpr, RANK: tl.constexpr, PARTS: tl.constexpr):
-    """The merged parts [RANK_P2] of one query and head, which is line `own` of each; d: 0 to RANK_P2.
+def _merge(
+    latents, lens, plan, begins, partial, stats,
+    HEADS: tl.constexpr, EACH: tl.constexpr, QUERIES: tl.constexpr, TILE: tl.constexpr, RANK: tl.constexpr,
+    BLOCK: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Some values of one token and head: their parts merged into `latents`, if there are several.
 
     PARTS of them are loaded at once: one after another, each would cost a round trip to L2.
     """
-    best = tl.full([1], float("-inf"), tl.float32)
-    weight = tl.zeros([1], tl.float32)
-    total = tl.zeros([d.shape[0]], tl.float32)
-    for start in range(first, last + 1, PARTS):
-        part = start + tl.arange(0, PARTS)
-        there = part <= last
-        line = (part * 2 + (part == first).to(tl.int32)) * OWN + own
-        high = tl.load(stats + line * 2, mask=there, other=float("-inf"))
-        mass = tl.load(stats + line * 2 + 1, mask=there, other=0.0)
-        at = partial + line.to(tl.int64)[:, None] * RANK + d[None, :]
-        values = tl.load(at, mask=there[:, None] & (d < RANK)[None, :], other=0.0)
-        higher = tl.maximum(best, tl.max(high, 0))
-        safe = tl.where(higher == float("-inf"), 0.0, higher)
-        keep = tl.exp2(best - safe)
-        share = tl.exp2(high - safe)
-        weight = weight * keep + tl.sum(share * mass, 0)
-        total = total * keep + tl.sum(share[:, None] * values, 0)
-        best = higher
-    return total / tl.where(weight == 0.0, 1.0, weight)
+    BLOCKS: tl.constexpr = (RANK + BLOCK - 1) // BLOCK
+    OWN: tl.constexpr = EACH * QUERIES
+    d = tl.program_id(0) % BLOCKS * BLOCK + tl.arange(0, BLOCK)
+    line = tl.program_id(0) // BLOCKS
+    head = line % HEADS
+    token = line // HEADS
+    row = token // QUERIES
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    # The programs that computed parts of this row and head tile.
+    each = tl.load(plan)
+    tiles = (tl.load(lens + row) + TILE - 1) // TILE
+    begin = tl.load(begins + row) + head // EACH * tiles
+    first = begin // each
+    last = (begin + tl.maximum(tiles, 1) - 1) // each
+    if first < last:
+        own = token % QUERIES * EACH + head % EACH
+        best = tl.full([1], float("-inf"), tl.float32)
+        weight = tl.zeros([1], tl.float32)
+        total = tl.zeros([BLOCK], tl.float32)
+        for start in range(first, last + 1, PARTS):
+            part = start + tl.arange(0, PARTS)
+            there = part <= last
+            place = (part * 2 + (part == first).to(tl.int32)) * OWN + own
+            high = tl.load(stats + place * 2, mask=there, other=float("-inf"))
+            mass = tl.load(stats + place * 2 + 1, mask=there, other=0.0)
+            at = partial + place.to(tl.int64)[:, None] * RANK + d[None, :]
+            values = tl.load(at, mask=there[:, None] & (d < RANK)[None, :], other=0.0)
+            higher = tl.maximum(best, tl.max(high, 0))
+            safe = tl.where(higher == float("-inf"), 0.0, higher)
+            keep = tl.exp2(best - safe)
+            share = tl.exp2(high - safe)
+            weight = weight * keep + tl.sum(share * mass, 0)
+            total = total * keep + tl.sum(share[:, None] * values, 0)
+            best = higher
+        x = total / tl.where(weight == 0.0, 1.0, weight)
+        tl.store(latents + line.to(tl.int64) * RANK + d, x.to(latents.dtype.element_ty), mask=d < RANK)
 
 
 @triton.jit
 def _values_of_few(
-    latents, up, out, lens, plan, begins, partial, stats, stride_up,
-    HEADS: tl.constexpr, EACH: tl.constexpr, QUERIES: tl.constexpr, TILE: tl.constexpr, NOPE: tl.constexpr,
-    VALUE: tl.constexpr, RANK: tl.constexpr, RANK_P2: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr,
-    PDL: tl.constexpr,
+    latents, up, out, stride_up,
+    HEADS: tl.constexpr, NOPE: tl.constexpr, VALUE: tl.constexpr, RANK: tl.constexpr, RANK_P2: tl.constexpr,
+    BLOCK_N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One token and head: parts merged, then multiplied on the float32 units: the time is that of reading weights."""
+    """One token and head, on the float32 units: the time is that of reading weights, most of it before the wait."""
     head = tl.program_id(0) % HEADS
-    column = tl.program_id(0) // HEADS * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
-    token = tl.program_id(1)
-    d = tl.arange(0, RANK_P2)
-    weight = tl.load(up + head.to(tl.int64) * stride_up + (NOPE + column) * RANK + d[None, :],
-                     mask=(column < VALUE) & (d < RANK)[None, :], other=0.0)  # fmt: skip
+    column = tl.program_id(0) // HEADS * BLOCK_N + tl.arange(0, BLOCK_N)
+    d = tl.arange(0, RANK_P2)[None, :]
+    weight = tl.load(up + head.to(tl.int64) * stride_up + (NOPE + column)[:, None] * RANK + d,
+                     mask=(column < VALUE)[:, None] & (d < RANK), other=0.0)  # fmt: skip
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    first, last = _parts(lens, plan, begins, token // QUERIES, head, EACH, TILE)
-    if first == last:
-        x = tl.load(latents + (token.to(tl.int64) * HEADS + head) * RANK + d, mask=d < RANK, other=0.0).to(tl.float32)
-    else:
-        own = token % QUERIES * EACH + head % EACH
-        x = _merged(partial, stats, first, last, own, d, EACH * QUERIES, RANK, PARTS)
-        x = x.to(latents.dtype.element_ty).to(tl.float32)
-    product = tl.sum(weight.to(tl.float32) * x[None, :], 1)
-    at = tl.program_id(0) // HEADS * BLOCK_N + tl.arange(0, BLOCK_N)
-    line = out + (token.to(tl.int64) * HEADS + head) * VALUE
-    tl.store(line + at, product.to(out.dtype.element_ty), mask=at < VALUE)
-
-
-@triton.jit
-def _merge(
-    latents, lens, plan, begins, partial, stats,
-    HEADS: tl.constexpr, EACH: tl.constexpr, QUERIES: tl.constexpr, TILE: tl.constexpr, RANK: tl.constexpr,
-    RANK_P2: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """One token and head: its parts merged into `latents`, if there are several."""
-    head = tl.program_id(0) % HEADS
-    token = tl.program_id(0) // HEADS
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
-    first, last = _parts(lens, plan, begins, token // QUERIES, head, EACH, TILE)
-    if first < last:
-        d = tl.arange(0, RANK_P2)
-        own = token % QUERIES * EACH + head % EACH
-        x = _merged(partial, stats, first, last, own, d, EACH * QUERIES, RANK, PARTS)
-        at = latents + (token.to(tl.int64) * HEADS + head) * RANK + d
-        tl.store(at, x.to(latents.dtype.element_ty), mask=d < RANK)
+    line = tl.program_id(1).to(tl.int64) * HEADS + head
+    x = tl.load(latents + line * RANK + d, mask=d < RANK, other=0.0).to(tl.float32)
+    product = tl.sum(weight.to(tl.float32) * x, 1)
+    tl.store(out + line * VALUE + column, product.to(out.dtype.element_ty), mask=column < VALUE)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -172,7 +156,7 @@ def _values(
 
 
 FEW_TOKENS = 16
-"""Up to this many tokens parts are merged where they are multiplied, by each of a head's programs."""
+"""Up to this many tokens the product runs on the float32 units."""
 
 
 def values_of_rows(
@@ -183,18 +167,18 @@ def values_of_rows(
     rows of length 0: anything."""
     _, heads, rank = latents.shape
     value, tokens = up.shape[1] - nope, num_rows * kernel.queries
-    parts = (lens, plan.ranges, plan.begins, kernel.partial, kernel.stats)
-    merging = dict(
-        HEADS=heads, EACH=kernel.each, QUERIES=kernel.queries, TILE=kernel.tile.tokens, RANK=rank,
-        RANK_P2=triton.next_power_of_2(rank), num_warps=4, **pdl(),
+    block = min(128, triton.next_power_of_2(rank))
+    _merge[(tokens * heads * triton.cdiv(rank, block),)](
+        latents, lens, plan.ranges, plan.begins, kernel.partial, kernel.stats,
+        HEADS=heads, EACH=kernel.each, QUERIES=kernel.queries, TILE=kernel.tile.tokens, RANK=rank, BLOCK=block,
+        PARTS=32, num_warps=4, **pdl(),
     )  # fmt: skip
     if tokens <= FEW_TOKENS:
-        block_n = 16
-        _values_of_few[(heads * triton.cdiv(value, block_n), tokens)](
-            latents, up, out, *parts, up.stride(0), NOPE=nope, VALUE=value, BLOCK_N=block_n, PARTS=16, **merging
-        )
+        _values_of_few[(heads * triton.cdiv(value, 16), tokens)](
+            latents, up, out, up.stride(0), HEADS=heads, NOPE=nope, VALUE=value, RANK=rank,
+            RANK_P2=triton.next_power_of_2(rank), BLOCK_N=16, num_warps=4, **pdl(),
+        )  # fmt: skip
         return
-    _merge[(tokens * heads,)](latents, *parts, PARTS=8, **merging)
     block_m = 16 if tokens <= 32 else 32 if tokens <= 128 else 64
     block_n = 32 if tokens <= 128 else 64
     _values[(heads * triton.cdiv(value, block_n), triton.cdiv(tokens, block_m))](

@@ -372,6 +372,22 @@ def _add_pairs(
 
 
 @triton.jit
+def _add_quads(total, value, codes, groups, KIND: tl.constexpr, DTYPE: tl.constexpr):
+    """The same as one product: even, odd, high even and high odd inputs one after the other, as `value` has them.
+
+    A thread's numbers stay in their registers, and the tensor cores work on them while the next are made.
+    """
+    a, b, c, d = split_fp4_pairs(codes, DTYPE, KIND == "mxfp4-bounded")
+    a = numbers(a, groups[0], KIND, DTYPE)
+    b = numbers(b, groups[0], KIND, DTYPE)
+    c = numbers(c, groups[1], KIND, DTYPE)
+    d = numbers(d, groups[1], KIND, DTYPE)
+    joined = tl.permute(tl.join(tl.join(a, b), tl.join(c, d)), (0, 3, 2, 1))
+    weight = tl.reshape(joined, (codes.shape[0], 4 * codes.shape[1]))
+    return tl.dot(weight, value.T, total, input_precision="ieee")
+
+
+@triton.jit
 def _dequantized(
     x, weight, scale, zero, minimum, factor, bias, order, spans, y,
     E: tl.constexpr, TOP: tl.constexpr, N: tl.constexpr, K: tl.constexpr, KIND: tl.constexpr, G: tl.constexpr,
@@ -418,7 +434,14 @@ def _dequantized(
                 up_groups = _groups_of(
                     scale, zero, minimum, factor, expert, N, column, k, KIND, HALF, N, K, ALL, G, BLOCK_N, DTYPE
                 )  # fmt: skip
-            if PAIRS:
+            if PAIRS and HALF == BLOCK_B:
+                value = tl.load(x + source[:, None] * K + k + tl.arange(0, 2 * BLOCK_B)[None, :])
+                codes = _code_tile(weight, None, line, column, b // 2, N, BYTES // 2, BLOCK_N, BLOCK_B // 2)
+                total = _add_quads(total, value, codes, groups, KIND, DTYPE)
+                if GATED:
+                    codes = _code_tile(weight, None, line + N, column, b // 2, N, BYTES // 2, BLOCK_N, BLOCK_B // 2)
+                    gated = _add_quads(gated, value, codes, up_groups, KIND, DTYPE)
+            elif PAIRS:
                 even = tl.load(lines + k)
                 odd = tl.load(lines + k + BLOCK_B // 2)
                 high_even = tl.load(lines + k + HALF)
@@ -466,6 +489,8 @@ def evens_first(x: torch.Tensor) -> torch.Tensor:
 
 USE_PAIRS = True
 """Off only to compare."""
+_REGISTERS = {32: 80, 64: 128}
+"""Of a thread at most, by rows: two or three programs of 8 warps on a multiprocessor, without spilling."""
 
 
 def encode(x: torch.Tensor, stack: Stack) -> tuple[torch.Tensor, torch.Tensor]:
@@ -549,7 +574,8 @@ def _launch(
     grid = (layout.tiles * triton.cdiv(columns, block.n),)
     if not stack.quantizes:
         _dequantized[grid](
-            x, stack.codes.view(torch.int16) if pairs else stack.codes, stack.scale, stack.zero, stack.minimum, stack.factor, bias, layout.order, layout.spans, out,
+            x, stack.codes.view(torch.int16) if pairs else stack.codes, stack.scale, stack.zero, stack.minimum,
+            stack.factor, bias, layout.order, layout.spans, out,
             **_dequantized_constants(
                 "mxfp4-bounded" if pairs and stack.bounded else stack.kind, stack.experts, top_k, columns, stack.inputs,
                 stack.group, stack.half, config.block_m, block, gated, activation, stack.dtype, pairs,
@@ -667,5 +693,6 @@ def _dequantized_constants(
         "DTYPE": _DTYPES[dtype],
         "PAIRS": pairs,
         "num_warps": block.warps,
+        **({"maxnreg": _REGISTERS[block_m]} if pairs and gated and block.warps == 8 and block_m in _REGISTERS else {}),
         **pdl(),
     }

@@ -19,8 +19,10 @@ from quire.kernels.triton.moe.layout import LARGE, SMALL, arrange
 from quire.kernels.triton.moe.route import MAX_EXPERTS, route
 from quire.kernels.triton.moe.tile import combine
 from quire.kernels.triton.moe.tuning import BUCKETS, choose_experts
+from quire.kernels.triton.quantized import expert_streams
 from quire.kernels.triton.quantized.expert_scratch import scratch_experts
 from quire.kernels.triton.quantized.expert_stacks import Stack, stack_of
+from quire.kernels.triton.quantized.expert_streams import stream_experts
 from quire.kernels.triton.quantized.expert_tiles import BLOCK as GROUP
 from quire.kernels.triton.quantized.expert_tiles import in_pairs, tile_down, tile_gate_up
 from quire.kernels.triton.quantized.expert_vectors import vector_experts
@@ -32,8 +34,9 @@ Task = Callable[[], object]
 
 MAX_VECTOR_TOKENS = 8
 """With more, tokens share experts often enough for tiles to pay."""
-SCRATCH_TOKENS = 80
-"""Tokens an expert from which on stacks are dequantized whole: measured with 4-bit weights on an H200."""
+SCRATCH_TOKENS, PAIRED_SCRATCH_TOKENS, COPY_TOKENS = 80, 200, 40
+"""Tokens an expert from which on stacks are dequantized whole; the same for MXFP4 codes in pairs; from which on 16-bit
+copies are multiplied, where there are some: measured with 4-bit weights on an H200."""
 MAX_VECTOR_BYTES = 4096
 """Of a weight row: a program holds whole rows in registers."""
 
@@ -60,6 +63,9 @@ def tile_experts(
     return combine(results, routing.weights, routing.experts, gate_up.experts)
 
 
+_KERNELS = {"vector": vector_experts, "stream": stream_experts, "tile": tile_experts, "scratch": scratch_experts}
+
+
 def expert_outputs(
     x: torch.Tensor,
     routing: ChosenExperts,
@@ -71,7 +77,7 @@ def expert_outputs(
     activation: str = "silu",
 ) -> torch.Tensor:
     """`Ops.experts` by the kernel of `config`."""
-    kernel = {"vector": vector_experts, "tile": tile_experts, "scratch": scratch_experts}[config.kernel]
+    kernel = _KERNELS[config.kernel]
     return kernel(x, routing, gate_up, down, config, gate_up_bias, down_bias, activation)
 
 
@@ -94,6 +100,11 @@ _VECTORS = {
     ),
 }
 """(gate and up, down), by bits."""
+_STREAMS = (
+    [GemmTile(8, k, warps, stages) for k, warps, stages in ((4, 4, 6), (2, 8, 3), (3, 4, 6))],
+    [GemmTile(16, 0, warps, stages) for warps, stages in ((8, 6), (8, 4))],
+)
+"""The same for `stream`: programs a multiprocessor, warps, and pieces in flight; the first of one token."""
 _SCALED = {
     16: ([(128, 128, 4, 3), (128, 128, 4, 2)], [(128, 128, 4, 3), (128, 128, 4, 4)]),
     32: ([(128, 128, 4, 3), (128, 128, 4, 2)], [(128, 128, 4, 3), (128, 128, 4, 4)]),
@@ -111,36 +122,46 @@ _DEQUANTIZED = {
     128: ([(128, 128, 8, 3), (64, 128, 8, 3)], [(128, 128, 8, 3), (256, 128, 8, 3)]),
 }
 """The same for weights that are dequantized; block_k are inputs of an iteration."""
+_PAIRED = _DEQUANTIZED | {
+    32: ([(128, 64, 8, 4), (64, 64, 4, 4), (128, 192, 8, 3)], [(128, 64, 8, 4), (128, 192, 8, 3), (64, 64, 4, 4)]),
+    64: ([(128, 64, 8, 4), (64, 64, 4, 3), (128, 192, 8, 3)], [(128, 64, 8, 4), (128, 192, 8, 3), (128, 64, 4, 3)]),
+}
+"""The same for MXFP4 codes that are read in pairs (`expert_tiles.in_pairs`)."""
 
 
 def candidates(gate_up: Stack, down: Stack, top_k: int, tokens: int) -> list[Candidates]:
     """What to try for at most `tokens` tokens, the best guess first."""
     found = []
     vectors = _VECTORS[gate_up.bits][0], _VECTORS[down.bits][1]
-    if tokens <= MAX_VECTOR_TOKENS and _fits_vectors(gate_up) and _fits_vectors(down):
+    if tokens <= MAX_VECTOR_TOKENS and expert_streams.fits(gate_up, down, top_k, _STREAMS[1][0].warps):
+        tiles = _STREAMS[0][0 if tokens == 1 else 1], _STREAMS[1][0]
+        found.append(Candidates(ExpertsConfig("stream", *tiles), *_STREAMS))
+    elif tokens <= MAX_VECTOR_TOKENS and _fits_vectors(gate_up) and _fits_vectors(down):
         found.append(Candidates(ExpertsConfig("vector", vectors[0][0], vectors[1][0]), *vectors))
-    table = _SCALED if gate_up.quantizes else _DEQUANTIZED
-    for block_m in _tile_heights(tokens * top_k / gate_up.experts):
+    pairs, each = in_pairs(gate_up, down), tokens * top_k / gate_up.experts
+    table = _SCALED if gate_up.quantizes else _PAIRED if pairs else _DEQUANTIZED
+    for block_m in _tile_heights(each, pairs):
         if block_m not in table:
             continue
         gate_ups, downs = ([GemmTile(*block) for block in blocks] for blocks in table[block_m])
         tma = gate_up.quantizes and down.quantizes and gate_up.inputs % 16 == down.inputs % 16 == 0
         found.append(Candidates(ExpertsConfig("tile", gate_ups[0], downs[0], block_m, tma), gate_ups, downs))
-    if found[0].base.kernel == "vector" and tokens > MAX_VECTOR_TOKENS // 2:
+    if found[0].base.kernel in ("vector", "stream") and tokens > MAX_VECTOR_TOKENS // 2:
         found.append(found.pop(0))
-    if not (gate_up.quantizes or down.quantizes) and 4 * tokens * top_k > SCRATCH_TOKENS * gate_up.experts:
+    copied = gate_up.copy is not None and down.copy is not None
+    enough = COPY_TOKENS if copied else PAIRED_SCRATCH_TOKENS if pairs else SCRATCH_TOKENS
+    if not (gate_up.quantizes or down.quantizes) and 4 * each > enough:
         shape = ExpertsShape(gate_up.experts, top_k, down.inputs, gate_up.inputs)
         config = replace(choose_experts(shape, tokens, gate_up.dtype), kernel="scratch")
-        first = tokens * top_k > SCRATCH_TOKENS * gate_up.experts
-        found.insert(0 if first else len(found), Candidates(config, [config.gate_up], [config.down]))
+        found.insert(0 if each > enough else len(found), Candidates(config, [config.gate_up], [config.down]))
     return found
 
 
-def _tile_heights(tokens_an_expert: float) -> list[int]:
+def _tile_heights(tokens_an_expert: float, pairs: bool) -> list[int]:
     """block_m, the best guess first: most experts should need a single tile, or fill several."""
     if tokens_an_expert <= 8:
         return [16, 32]
-    if tokens_an_expert <= 20:
+    if tokens_an_expert <= (20 if pairs else 32):
         return [32, 16]
     return [64, 32] if tokens_an_expert <= 64 else [64, 128]
 
@@ -195,6 +216,11 @@ def launches(
         norm = (zeros(hidden), 1e-6) if fused_norm else None
         vector_experts(zeros(1, hidden), routing(), gate_up, down, config, *biases(), activation, norm)
 
+    def stream(config: ExpertsConfig, fused_norm: bool) -> None:
+        norm = (zeros(hidden), 1e-6) if fused_norm else None
+        tokens = 1 if config.gate_up == _STREAMS[0][0] else 2
+        stream_experts(zeros(tokens, hidden), routing(tokens), gate_up, down, config, *biases(), activation, norm)
+
     def tile(config: ExpertsConfig) -> None:
         expert_outputs(zeros(1, hidden), routing(), gate_up, down, config, *biases(), activation)
 
@@ -207,6 +233,9 @@ def launches(
         if config.kernel == "vector":
             for fused_norm in (True, False):
                 tasks[config, fused_norm] = functools.partial(vector, config, fused_norm)
+        elif config.kernel == "stream":
+            for fused_norm in (True, False) if config.gate_up == _STREAMS[0][0] else (False,):
+                tasks[config, fused_norm] = functools.partial(stream, config, fused_norm)
         else:
             tasks[config] = functools.partial(tile, config)
     for pairs in (1, SMALL + 1, LARGE + 1):  # one small program, one large one, several
@@ -256,9 +285,15 @@ def quantized_experts(
     routing = ChosenExperts(top_k, weights.contiguous(), experts.contiguous())
     if norm is None:
         return expert_outputs(x, routing, *stacks, config, gate_up_bias, down_bias, activation)
-    if config.kernel != "vector":
+    if not _norms(config, len(x)):
         return None
-    return vector_experts(x, routing, *stacks, config, gate_up_bias, down_bias, activation, norm)
+    kernel = vector_experts if config.kernel == "vector" else stream_experts
+    return kernel(x, routing, *stacks, config, gate_up_bias, down_bias, activation, norm)
+
+
+def _norms(config: ExpertsConfig, tokens: int) -> bool:
+    """Whether the kernels can norm x themselves."""
+    return config.kernel == "vector" or (config.kernel == "stream" and tokens == 1)
 
 
 def goes_pair_by_pair(
@@ -268,7 +303,7 @@ def goes_pair_by_pair(
     if len(x) > MAX_VECTOR_TOKENS:
         return False
     stacks = stacks_of(x, gate_up, down)
-    return stacks is not None and config_of(*stacks, top_k, len(x), batch_invariant).kernel == "vector"
+    return stacks is not None and _norms(config_of(*stacks, top_k, len(x), batch_invariant), len(x))
 
 
 def expert_kernels(
@@ -289,4 +324,7 @@ def expert_kernels(
         return {}
     buckets = [tokens for tokens in BUCKETS if tokens < 2 * max_tokens]
     configs = [config_of(*stacks, top_k, tokens, batch_invariant) for tokens in buckets]
+    if not stacks[0].quantizes and not batch_invariant:  # they may get copies once they are loaded
+        marks = [replace(stack, copy=stack.codes) for stack in stacks]
+        configs += [config_of(marks[0], marks[1], top_k, tokens, False) for tokens in buckets]
     return launches(*stacks, top_k, renormalise, routed, dict.fromkeys(configs), biased, activation)

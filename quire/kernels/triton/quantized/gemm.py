@@ -30,8 +30,6 @@ class WordWeight(NamedTuple):
     outputs: int
     inputs: int
     dtype: torch.dtype
-    tiled: bool = False
-    """Whether eight outputs are interleaved (`tiled_rows.py`)."""
 
     @property
     def fields(self) -> int:
@@ -110,13 +108,11 @@ class WeightOnlyConfig:
     split: int = 1
     """Split-K: programs that share the inputs of a tile (`tile`)."""
     programs: int = 0
-    """Persistent programs per multiprocessor (`tile`: stream-K; `tiled`: loop over tiles); 0: one per tile."""
+    """Persistent programs per multiprocessor (`tile`: stream-K); 0: one per tile."""
     tiles: int = 1
     """Tiles of a program, one after the other (`few`)."""
     early: bool = False
-    """Whether dependents are launched before `gdc_wait` rather than after (`few`, `tiled`)."""
-    prefetch: int = 0
-    """Tiles of a program that are brought to L2 before `gdc_wait` (`tiled`)."""
+    """Whether dependents are launched before `gdc_wait` rather than after (`few`)."""
 
 
 @dataclass(slots=True)

@@ -309,79 +309,6 @@ def batch_layouts(warps: int, words: int, span: int, rows: int) -> BatchLayouts:
     )
 
 
-class PairLayouts(NamedTuple):
-    """Layouts of `tiled_rows.py`: as `BatchLayouts`, with words in pairs."""
-
-    a: Any
-    """[s, outputs, words]."""
-    groups: Any
-    """[s, outputs], beside `a`."""
-    slice_p: Any
-    """Of arange over s, beside pairs of words [s, outputs, pairs]; [:, None, None]."""
-    output_p: Any
-    pair_p: Any
-    b: Any
-    slice_b: Any
-    """Beside `b`."""
-    input_b: Any
-    row_b: Any
-    total: Any
-    """[s, outputs, rows]."""
-    shared: Any
-    """Of x in shared memory: [s, words, rows]."""
-    slice_x: Any
-    """Of x as it is loaded: [s, words, rows]."""
-    input_x: Any
-    row_x: Any
-    parts: Any
-    """Of `total` before it is summed: all s in a thread."""
-    halves: Any
-    """The same of [s, 2, outputs, rows]."""
-    output_y: Any
-    """Beside [outputs, rows] as stored."""
-    row_y: Any
-    y: Any
-
-
-@functools.cache
-def pair_layouts(warps: int, words: int, rows: int, single: bool) -> PairLayouts:
-    """Layouts for tiles of `words` inputs and `rows` rows, or one."""
-    if INTERPRETED:
-        return PairLayouts(*[None] * 19)
-    total = gl.NVMMADistributedLayout([2, 0], [warps, 1, 1], [1, 16, 8])
-    a = gl.DotOperandLayout(0, total, words // 8)
-    pairs = gl.DotOperandLayout(0, total, words // 16)
-    b = gl.DotOperandLayout(1, total, words // 8)
-    across = words // 8
-    x = (
-        gl.BlockedLayout([1, words // 32, 1], [1, 32, 1], [warps, 1, 1], [1, 0, 2])
-        if single
-        else gl.BlockedLayout([1, 8, 1], [1, across, 32 // across], [warps, 1, 1], [1, 2, 0])
-    )
-    y = gl.BlockedLayout([1, 1], [32 // rows, rows], [warps, 1], [1, 0])
-    return PairLayouts(
-        a=a,
-        groups=gl.SliceLayout(2, a),
-        slice_p=gl.SliceLayout(1, gl.SliceLayout(2, pairs)),
-        output_p=gl.SliceLayout(0, gl.SliceLayout(2, pairs)),
-        pair_p=gl.SliceLayout(0, gl.SliceLayout(1, pairs)),
-        b=b,
-        slice_b=gl.SliceLayout(1, gl.SliceLayout(2, b)),
-        input_b=gl.SliceLayout(0, gl.SliceLayout(2, b)),
-        row_b=gl.SliceLayout(0, gl.SliceLayout(1, b)),
-        total=total,
-        shared=gl.SharedLinearLayout(_operand_order(warps, words, 1 if single else rows)),
-        slice_x=gl.SliceLayout(1, gl.SliceLayout(2, x)),
-        input_x=gl.SliceLayout(0, gl.SliceLayout(2, x)),
-        row_x=gl.SliceLayout(0, gl.SliceLayout(1, x)),
-        parts=gl.BlockedLayout([warps, 1, 1], [1, 32 // rows, rows], [1, warps, 1], [2, 1, 0]),
-        halves=gl.BlockedLayout([warps, 2, 1, 1], [1, 1, 32 // rows, rows], [1, 1, warps, 1], [3, 2, 1, 0]),
-        output_y=gl.SliceLayout(1, y),
-        row_y=gl.SliceLayout(0, y),
-        y=y,
-    )
-
-
 def _operand_order(slices: int, words: int, rows: int) -> list[list[int]]:
     """Bases of the offset in shared memory of [slices, words, rows].
 
@@ -425,6 +352,10 @@ class ExpertLayouts(NamedTuple):
     row_b: Any
     halves: Any
     """[s, 2, outputs, rows] before it is summed: all s in a thread."""
+    parts: Any
+    """[s, outputs, rows], likewise."""
+    slice_s: Any
+    """Beside `parts`."""
     output_y: Any
     """Beside [outputs, rows] as stored."""
     row_y: Any
@@ -435,7 +366,7 @@ class ExpertLayouts(NamedTuple):
 def expert_layouts(warps: int, outputs: int, rows: int, single: bool) -> ExpertLayouts:
     """Layouts for tiles of `outputs` outputs and `rows` rows, or one."""
     if INTERPRETED:
-        return ExpertLayouts(*[None] * 22)
+        return ExpertLayouts(*[None] * 24)
     total = gl.NVMMADistributedLayout([2, 0], [warps, 1, 1], [1, 16, 8])
     b = gl.DotOperandLayout(1, total, 4)
     warp_bases = [[1 << bit, 0, 0, 0] for bit in range(warps.bit_length() - 1)]
@@ -458,6 +389,7 @@ def expert_layouts(warps: int, outputs: int, rows: int, single: bool) -> ExpertL
         if single
         else gl.BlockedLayout([1, 8, 1], [1, 4, 8], [warps, 1, 1], [1, 2, 0])
     )
+    parts = gl.BlockedLayout([warps, 1, 1], [1, 32 // rows, rows], [1, warps, 1], [2, 1, 0])
     y = gl.BlockedLayout([1, 1], [32 // rows, rows], [warps, 1], [1, 0])
     pairs, words = codes(8), codes(16)
     groups = gl.SliceLayout(3, words)
@@ -480,6 +412,8 @@ def expert_layouts(warps: int, outputs: int, rows: int, single: bool) -> ExpertL
         slice_b=gl.SliceLayout(1, gl.SliceLayout(2, b)),
         input_b=gl.SliceLayout(0, gl.SliceLayout(2, b)),
         row_b=gl.SliceLayout(0, gl.SliceLayout(1, b)),
+        parts=parts,
+        slice_s=gl.SliceLayout(1, gl.SliceLayout(2, parts)),
         halves=gl.BlockedLayout([warps, 2, 1, 1], [1, 1, 32 // rows, rows], [1, 1, warps, 1], [3, 2, 1, 0]),
         output_y=gl.SliceLayout(1, y),
         row_y=gl.SliceLayout(0, y),

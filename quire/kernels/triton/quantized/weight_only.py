@@ -28,7 +28,6 @@ from quire.kernels.triton.quantized.gemm import (
     as_words,
 )
 from quire.kernels.triton.quantized.tile_rows import tile_launch
-from quire.kernels.triton.quantized.tiled_rows import tiled_launch
 from quire.kernels.triton.tuning_table import bucket_of
 from quire.kernels.weights.fp4 import Fp4Weight
 from quire.kernels.weights.grouped import GroupedWeight
@@ -49,7 +48,7 @@ MANY_OUTPUTS = 16384
 INVARIANT = WeightOnlyConfig("tile", block_n=128, block_m=64, warps=8, depth=4)
 """Batch-invariant: one tile shape, whole sums, for any number of rows."""
 
-_LAUNCHES = {"few": few_launch, "tile": tile_launch, "tiled": tiled_launch}
+_LAUNCHES = {"few": few_launch, "tile": tile_launch}
 
 
 def launch_of(gemm: WeightOnlyGemm, config: WeightOnlyConfig) -> WeightOnlyLaunch:

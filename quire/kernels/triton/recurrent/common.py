@@ -87,6 +87,29 @@ def silu(x):
 
 
 @triton.jit
+def from_ring(
+    at, conv, bias, channel, channels, inside, position, SLOTS: tl.constexpr, PIECE: tl.constexpr, TAPS: tl.constexpr
+):  # fmt: skip
+    """The part of a row's first token's convolution that is of earlier steps."""
+    total = tl.zeros(channel.shape, tl.float32)
+    if bias is not None:
+        total += tl.load(bias + channel, mask=inside, other=0.0).to(tl.float32)
+    for tap in tl.static_range(TAPS - 1):
+        back = TAPS - 1 - tap
+        weight = tl.load(conv + tap * channels + channel, mask=inside, other=0.0).to(tl.float32)
+        slot = tl.maximum(position - back, 0) % SLOTS
+        value = tl.load(at + slot * PIECE, mask=inside & (position >= back), other=0.0)
+        total += value.to(tl.float32) * weight
+    return total
+
+
+@triton.jit
+def with_token(earlier, inputs, own, channel, inside):
+    """silu of the convolution of a row's first token, given `from_ring` and the last tap's weights."""
+    return silu(earlier + tl.load(inputs + channel, mask=inside, other=0.0).to(tl.float32) * own)
+
+
+@triton.jit
 def convolved(
     inputs, input_stride, at, conv, bias, channel, channels, inside, place, position,
     SLOTS: tl.constexpr, PIECE: tl.constexpr, TAPS: tl.constexpr,

@@ -19,10 +19,11 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.kernels.states import DeltaNet, Mamba2, States, StepRows
+from quire.kernels.states import RING, DeltaNet, Mamba2, States, StepRows
 from quire.kernels.triton.launch import gdc_launch_dependents, gdc_wait, pdl
 from quire.kernels.triton.recurrent.common import (
     convolved,
+    from_ring,
     keep_inputs,
     places_of,
     power_of_two,
@@ -32,6 +33,7 @@ from quire.kernels.triton.recurrent.common import (
     state_at,
     table_of,
     tables_of,
+    with_token,
 )
 
 
@@ -43,8 +45,8 @@ class DecodeConfig:
     another computes.
     """
 
-    warps: int = 8
-    registers: int = 128
+    warps: int
+    registers: int
 
     @property
     def options(self) -> dict[str, int]:
@@ -52,7 +54,19 @@ class DecodeConfig:
         return {"num_warps": self.warps, "maxnreg": self.registers}
 
 
-ONE_TOKEN, DRAFTS = DecodeConfig(), DecodeConfig(registers=192)
+def rows_of(layer: DeltaNet | Mamba2, states: States, step: StepRows) -> tuple[int, bool]:
+    """(how many rows, from the first, take these kernels; whether each of them has one token).
+
+    All rows do if none has more tokens than the ring has slots for: drafts to verify.
+    """
+    drafts = states.parts[RING].shape[0] - len(layer.conv) + 1
+    if step.num_decodes < step.num_rows and step.max_query_len <= drafts:
+        return step.num_rows, False
+    return step.num_decodes, True
+
+
+DELTA_NET, MAMBA2, DRAFTS = DecodeConfig(8, 128), DecodeConfig(4, 128), DecodeConfig(8, 192)
+"""Two programs of a multiprocessor hold 128 KiB of a delta net's states at once, four as much of Mamba 2's."""
 
 
 @triton.jit
@@ -89,6 +103,12 @@ def _delta_net_decode(
     S = tl.load(tile, mask=tile_inside & (begin > 0), other=0.0)
     k_at = ring_at(ring, ring_pages, ring_offsets, ring_stride, table, k_channel, pair_inside, PIECE, SIZE)
     v_at = ring_at(ring, ring_pages, ring_offsets, ring_stride, table, v_channel, v_inside, PIECE, SIZE)
+    if SINGLE:
+        qk_before = from_ring(k_at, conv, None, k_channel, CHANNELS, pair_inside, begin, SLOTS, PIECE, TAPS)
+        v_before = from_ring(v_at, conv, None, v_channel, CHANNELS, v_inside, begin, SLOTS, PIECE, TAPS)
+        own = conv + (TAPS - 1) * CHANNELS
+        qk_own = tl.load(own + k_channel, mask=pair_inside, other=0.0).to(tl.float32)
+        v_own = tl.load(own + v_channel, mask=v_inside, other=0.0).to(tl.float32)
     rate, step_bias = tl.load(decay + head), tl.load(dt_bias + head)
     gain = tl.load(norm + v_lane, mask=v_inside, other=0.0).to(tl.float32)
     if PDL:
@@ -103,14 +123,18 @@ def _delta_net_decode(
     else:
         for place in range(1 if SINGLE else count):
             position = begin + place
-            qk = convolved(
-                inputs, projected_stride, k_at, conv, None, k_channel, CHANNELS, pair_inside, place, position,
-                SLOTS, PIECE, TAPS,
-            )  # fmt: skip
-            v = convolved(
-                inputs, projected_stride, v_at, conv, None, v_channel, CHANNELS, v_inside, place, position,
-                SLOTS, PIECE, TAPS,
-            )  # fmt: skip
+            if SINGLE:
+                qk = with_token(qk_before, inputs, qk_own, k_channel, pair_inside)
+                v = with_token(v_before, inputs, v_own, v_channel, v_inside)
+            else:
+                qk = convolved(
+                    inputs, projected_stride, k_at, conv, None, k_channel, CHANNELS, pair_inside, place, position,
+                    SLOTS, PIECE, TAPS,
+                )  # fmt: skip
+                v = convolved(
+                    inputs, projected_stride, v_at, conv, None, v_channel, CHANNELS, v_inside, place, position,
+                    SLOTS, PIECE, TAPS,
+                )  # fmt: skip
             qk *= tl.rsqrt(tl.sum(qk * qk, axis=1) + 1e-6)[:, None]
             q = tl.sum(tl.where(pair == 0, qk, 0.0), axis=0) * scale
             k = tl.sum(tl.where(pair == 1, qk, 0.0), axis=0)
@@ -149,7 +173,7 @@ def delta_net_decode(
 
     `single`: each row has one token; otherwise at most as many as the ring has slots for (`states.RING`).
     """
-    places, config = places_of(states), config or (ONE_TOKEN if single else DRAFTS)
+    places, config = places_of(states), config or (DELTA_NET if single else DRAFTS)
     _delta_net_decode[(num_rows * layer.value_heads,)](
         projected, projected.stride(0), layer.conv, layer.decay, layer.dt_bias, layer.norm, out,
         *places[:8], *tables_of(step), step.query_starts, step.context_lens, layer.key_dim**-0.5, layer.eps,
@@ -192,6 +216,12 @@ def _mamba2_decode(
     S = tl.load(tile, mask=tile_inside & (begin > 0), other=0.0)
     x_at = ring_at(ring, ring_pages, ring_offsets, ring_stride, table, x_channel, d_inside, PIECE, SIZE)
     s_at = ring_at(ring, ring_pages, ring_offsets, ring_stride, table, s_channel, pair_inside, PIECE, SIZE)
+    if SINGLE:
+        bc_before = from_ring(s_at, conv, bias, s_channel, CHANNELS, pair_inside, begin, SLOTS, PIECE, TAPS)
+        x_before = from_ring(x_at, conv, bias, x_channel, CHANNELS, d_inside, begin, SLOTS, PIECE, TAPS)
+        own = conv + (TAPS - 1) * CHANNELS
+        bc_own = tl.load(own + s_channel, mask=pair_inside, other=0.0).to(tl.float32)
+        x_own = tl.load(own + x_channel, mask=d_inside, other=0.0).to(tl.float32)
     rate, step_bias, through = tl.load(decay + head), tl.load(dt_bias + head), tl.load(skip + head)
     if PDL:
         gdc_wait()
@@ -205,14 +235,18 @@ def _mamba2_decode(
     else:
         for place in range(1 if SINGLE else count):
             position = begin + place
-            x = convolved(
-                inputs, projected_stride, x_at, conv, bias, x_channel, CHANNELS, d_inside, place, position,
-                SLOTS, PIECE, TAPS,
-            )  # fmt: skip
-            bc = convolved(
-                inputs, projected_stride, s_at, conv, bias, s_channel, CHANNELS, pair_inside, place, position,
-                SLOTS, PIECE, TAPS,
-            )  # fmt: skip
+            if SINGLE:
+                x = with_token(x_before, inputs, x_own, x_channel, d_inside)
+                bc = with_token(bc_before, inputs, bc_own, s_channel, pair_inside)
+            else:
+                x = convolved(
+                    inputs, projected_stride, x_at, conv, bias, x_channel, CHANNELS, d_inside, place, position,
+                    SLOTS, PIECE, TAPS,
+                )  # fmt: skip
+                bc = convolved(
+                    inputs, projected_stride, s_at, conv, bias, s_channel, CHANNELS, pair_inside, place, position,
+                    SLOTS, PIECE, TAPS,
+                )  # fmt: skip
             b = tl.sum(tl.where(pair == 0, bc, 0.0), axis=0)
             c = tl.sum(tl.where(pair == 1, bc, 0.0), axis=0)
             dt = softplus(tl.load(inputs + place * projected_stride + CHANNELS + head).to(tl.float32) + step_bias)
@@ -238,7 +272,7 @@ def mamba2_decode(
     config: DecodeConfig | None = None,
 ) -> None:
     """As `delta_net_decode`."""
-    places, config = places_of(states), config or (ONE_TOKEN if single else DRAFTS)
+    places, config = places_of(states), config or (MAMBA2 if single else DRAFTS)
     _mamba2_decode[(num_rows * layer.heads,)](
         projected, projected.stride(0), layer.conv, layer.bias, layer.decay, layer.dt_bias, layer.skip, out,
         *places[:8], *tables_of(step), step.query_starts, step.context_lens, *layer.dt_limit,
