@@ -123,7 +123,6 @@ class MambaMixer(nn.Module):
         self.b_layernorm = RMSNorm(build, "b_layernorm", state)
         self.c_layernorm = RMSNorm(build, "c_layernorm", state)
         self.dt_proj = ColumnParallelLinear(build, "dt_proj", rank, channels, bias=False)  # added in float32
-        self.dt_proj.normed = False
         self.out_proj = RowParallelLinear(build, "out_proj", channels, size, settings.bias)
 
     def forward(self, projected: torch.Tensor, states: StateView, inputs: AttentionInputs) -> torch.Tensor:
@@ -131,5 +130,6 @@ class MambaMixer(nn.Module):
         return self.recurrence(projected, states, inputs, self._select)
 
     def _select(self, x: torch.Tensor) -> Selection:
-        dt, b, c = (part.contiguous() for part in self.x_proj(x).split(self.widths, dim=-1))
-        return self.dt_proj(self.dt_layernorm.normed(dt)), self.b_layernorm.normed(b), self.c_layernorm.normed(c)
+        rank, b, c = self.x_proj(x).split(self.widths, dim=-1)
+        dt, _ = self.dt_proj.norm_linear(self.dt_layernorm, rank, None)
+        return dt, self.b_layernorm.normed(b), self.c_layernorm.normed(c)
