@@ -14,7 +14,7 @@ import torch
 from quire.errors import CheckpointError, UnsupportedModelError
 from quire.loading.file_checkpoint import REOPEN_AFTER
 from quire.loading.gguf_header import GGUFHeader, TensorInfo, block_sizes, read_header
-from quire.loading.gguf_names import NAMES, hf_name, is_flat, is_transposed, row_order
+from quire.loading.gguf_names import NAMES, addend, hf_name, is_flat, is_transposed, row_order
 from quire.loading.weights import AnyTarget, AssemblyPart, StoredWeight
 
 # Values dequantized at a time: enough to keep threads busy, few enough that temporaries do not raise the memory peak.
@@ -54,7 +54,7 @@ class GGUFCheckpoint:
             if is_flat(info.name) and len(info.shape) == 1:
                 info = replace(info, shape=(1, *info.shape))
             shape = info.shape[::-1] if flip else info.shape
-            self._weights[name] = GGUFWeight(name, shape, info, order, flip, file)
+            self._weights[name] = GGUFWeight(name, shape, info, order, flip, file, addend(family, info.name))
 
     def __iter__(self) -> Iterator[GGUFWeight]:
         return iter(self._weights.values())
@@ -91,6 +91,8 @@ class GGUFWeight:
     _order: np.ndarray | None = field(repr=False)
     _flip: bool = field(repr=False)
     _file: _MappedFile = field(repr=False)
+    _addend: float = field(default=0.0, repr=False)
+    """What the file has added to a vector's values."""
 
     def read(self, keep: tuple[slice, ...] = ()) -> torch.Tensor:
         """The tensor, or the part that `keep` selects; quantized tensors as float32. Only kept rows are dequantized."""
@@ -134,6 +136,7 @@ class GGUFWeight:
         shape = self.info.shape
         if len(shape) == 1:
             flat = self._unpack(self._file.rows(self.info), slice(None))[0]
+            flat = flat - self._addend if self._addend else flat
             return (flat if self._order is None else flat[torch.from_numpy(self._order)])[keep[0]]
         rows = self._rows(keep[:-1])
         values = self._unpack(rows.reshape(-1, rows.shape[-1]), keep[-1])

@@ -23,6 +23,8 @@ _CLASSES = {
     "granite": ("granite", "GraniteForCausalLM"),
     "granitemoe": ("granitemoe", "GraniteMoeForCausalLM"),
     "olmo2": ("olmo2", "Olmo2ForCausalLM"),
+    "gemma2": ("gemma2", "Gemma2ForCausalLM"),
+    "gemma3": ("gemma3_text", "Gemma3ForCausalLM"),
     "command-r": ("cohere", "CohereForCausalLM"),
     "cohere2": ("cohere2", "Cohere2ForCausalLM"),
     "smollm3": ("smollm3", "SmolLM3ForCausalLM"),
@@ -170,6 +172,8 @@ def _relative(header: GGUFHeader, family: str, raw: dict[str, Any]) -> dict[str,
         return {"logit_scale": scale, "sliding_window": window, "use_qk_norm": has_norms}
     if family == "olmo2" and window is not None:
         return _olmo3(header, window, raw)
+    if family in ("gemma2", "gemma3"):
+        return _gemma(header, family, window, raw)
     if family == "phi3":
         return {"sliding_window": window}
     if family == "starcoder2":
@@ -199,20 +203,43 @@ def _refuse_tensor(header: GGUFHeader, name: str) -> None:
 
 def _olmo3(header: GGUFHeader, window: int, raw: dict[str, Any]) -> dict[str, Any]:
     """llama.cpp stores OLMo 3 as OLMo 2; only the windows tell them apart. Layers with one have no rope scaling."""
-    pattern = header.numbers("olmo2.attention.sliding_window_pattern")
-    layers = raw["num_hidden_layers"]
-    has_window = [(layer + 1) % 4 != 0 for layer in range(layers)] if pattern is None else [bool(x) for x in pattern]
-    if len(has_window) != layers:
-        raise CheckpointError(f"{header.path}: windows of {len(has_window)} layers, and there are {layers}")
     rope = raw["rope_parameters"]
     plain = {"rope_type": "default", "rope_theta": rope["rope_theta"]}
     return {
         "model_type": "olmo3",
         "architectures": ["Olmo3ForCausalLM"],
         "sliding_window": window,
-        "layer_types": ["sliding_attention" if each else "full_attention" for each in has_window],
+        "layer_types": _layer_types(header, "olmo2", raw["num_hidden_layers"], 4),
         "rope_parameters": {"full_attention": rope, "sliding_attention": plain},
     }
+
+
+def _gemma(header: GGUFHeader, family: str, window: int | None, raw: dict[str, Any]) -> dict[str, Any]:
+    """Gemma 2 and 3. llama.cpp knows which layers have a window, and the scale of attention, by the family and the
+    number of layers: only the 27B models' scale is not that of the head size."""
+    layers, is_second = raw["num_hidden_layers"], family == "gemma2"
+    is_27b = layers == (46 if is_second else 62)
+    found: dict[str, Any] = {
+        "query_pre_attn_scalar": raw["hidden_size"] // raw["num_attention_heads"] if is_27b else raw["head_dim"],
+        "sliding_window": window or (4096 if is_second else None),
+        "layer_types": _layer_types(header, family, layers, 2 if is_second else 6),
+        "attn_logit_softcapping": header.number(f"{family}.attn_logit_softcapping", 50.0 if is_second else None),
+        "final_logit_softcapping": header.number(f"{family}.final_logit_softcapping", 30.0 if is_second else None),
+    }
+    if not is_second:
+        base = float(header.number("gemma3.rope.freq_base_swa", 10000.0))
+        plain = {"rope_type": "default", "rope_theta": base}
+        found["rope_parameters"] = {"full_attention": raw["rope_parameters"], "sliding_attention": plain}
+    return found
+
+
+def _layer_types(header: GGUFHeader, family: str, layers: int, period: int) -> list[str]:
+    """Which layers have a window: all but the last of each period, or those that the file marks."""
+    given = header.metadata.get(f"{family}.attention.sliding_window_pattern", period)
+    marks = [(layer + 1) % given != 0 for layer in range(layers)] if isinstance(given, int) and given > 0 else given
+    if not isinstance(marks, (list, np.ndarray)) or len(marks) != layers:
+        raise CheckpointError(f"{header.path}: a sliding_window_pattern of {given} is not one of {layers} layers")
+    return ["sliding_attention" if each else "full_attention" for each in marks]
 
 
 def _shared_width(header: GGUFHeader) -> int:

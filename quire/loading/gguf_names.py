@@ -2,7 +2,8 @@
 
 GGUF files rename tensors, and for some families reorder their rows: LLaMA's Q and K are stored with the two halves of
 each rotary pair side by side; GPT-NeoX's and Falcon's fused QKV is stored as all Q, all K, all V; GPT-2's Conv1D
-weights are stored transposed. Only whole rows are reordered, so reading a slice of rows stays cheap.
+weights are stored transposed. Only whole rows are reordered, so reading a slice of rows stays cheap. Gemma 2's and 3's
+norms are stored with 1 added.
 """
 
 from __future__ import annotations
@@ -77,6 +78,12 @@ _OLMO2 = _LLAMA | {
     "blk.{}.post_ffw_norm": "model.layers.{}.post_feedforward_layernorm",
 }
 
+_GEMMA = _LLAMA | {
+    "blk.{}.post_attention_norm": "model.layers.{}.post_attention_layernorm",
+    "blk.{}.ffn_norm": "model.layers.{}.pre_feedforward_layernorm",
+    "blk.{}.post_ffw_norm": "model.layers.{}.post_feedforward_layernorm",
+}
+
 _STARCODER2 = _LLAMA | {
     "blk.{}.ffn_up": "model.layers.{}.mlp.c_fc",
     "blk.{}.ffn_down": "model.layers.{}.mlp.c_proj",
@@ -105,6 +112,8 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     "granite": _LLAMA,
     "granitemoe": _MIXTURE,
     "olmo2": _OLMO2,
+    "gemma2": _GEMMA,
+    "gemma3": _GEMMA,
     "command-r": _LLAMA,
     "cohere2": _LLAMA,
     "smollm3": _LLAMA,
@@ -139,6 +148,11 @@ def hf_name(architecture: str, name: str) -> str | None:
 def is_transposed(architecture: str, name: str) -> bool:
     """Whether the file has the transpose of Hugging Face's tensor."""
     return architecture == "gpt2" and _CONV1D.fullmatch(name) is not None
+
+
+def addend(architecture: str, name: str) -> float:
+    """What the file has added to Hugging Face's values."""
+    return 1.0 if architecture in ("gemma2", "gemma3") and name.endswith("norm.weight") else 0.0
 
 
 def is_flat(name: str) -> bool:

@@ -55,6 +55,8 @@ class ModelConfig:
             )
         raw = _text_part(raw)
         raw = {**_FAMILY_DEFAULTS.get(raw.get("model_type", ""), {}), **raw}
+        if raw.get("model_type") in ("gemma4_text", "gemma4_unified_text"):
+            raw |= _gemma4(raw)
         hidden = positive_integer(raw, "hidden_size", "n_embd", "n_embed")
         layers = positive_integer(raw, "num_hidden_layers", "n_layer")
         heads = positive_integer(raw, "num_attention_heads", "n_head")
@@ -87,6 +89,22 @@ class ModelConfig:
         )
 
 
+_GEMMA4: Mapping[str, Any] = {
+    "tie_word_embeddings": True,
+    "rms_norm_eps": 1e-6,
+    "vocab_size": 262144,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "max_position_embeddings": 131072,
+    "sliding_window": 512,
+    "hidden_size_per_layer_input": 256,
+    "vocab_size_per_layer_input": 262144,
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1000000.0},
+    },
+}
 # A config.json omits values that equal its family's defaults.
 _TIED_BY_DEFAULT = {"gpt2": True}
 _FAMILY_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
@@ -126,18 +144,12 @@ _FAMILY_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "rope_theta": 1000000.0,
         "rope_local_base_freq": 10000.0,
     },
-    "gemma4_text": {
-        "tie_word_embeddings": True,
-        "rms_norm_eps": 1e-6,
-        "head_dim": 256,
-        "max_position_embeddings": 131072,
-        "sliding_window": 512,
-        "hidden_size_per_layer_input": 256,
-        "vocab_size_per_layer_input": 262144,
-        "rope_parameters": {
-            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
-            "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1000000.0},
-        },
+    "gemma4_text": _GEMMA4,
+    "gemma4_unified_text": {
+        **_GEMMA4,
+        "max_position_embeddings": 262144,
+        "sliding_window": 1024,
+        "hidden_size_per_layer_input": 0,
     },
     "glm": {"rms_norm_eps": 1.5625e-07, "head_dim": 128, "num_key_value_heads": 2, "attention_bias": True},
     "glm4": {"rms_norm_eps": 1.5625e-07, "head_dim": 128, "num_key_value_heads": 2, "attention_bias": True},
@@ -145,6 +157,7 @@ _FAMILY_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "glm4_moe_lite": {"n_shared_experts": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 1.8},
     "granite": {"rms_norm_eps": 1e-6},
     "granitemoe": {"rms_norm_eps": 1e-6},
+    "jamba": {"rms_norm_eps": 1e-6, "max_position_embeddings": 262144, "num_experts": 16, "num_experts_per_tok": 2},
     "lfm2": {"tie_word_embeddings": True, "rope_theta": 1000000.0, "max_position_embeddings": 128000},
     "lfm2_moe": {"tie_word_embeddings": True, "rope_theta": 1000000.0, "max_position_embeddings": 128000},
     "minimax_m2": {"rope_theta": 5000000.0, "rms_norm_eps": 1e-6},
@@ -161,6 +174,7 @@ _WINDOWED = frozenset(
         "gemma2",
         "gemma3_text",
         "gemma4_text",
+        "gemma4_unified_text",
         "gpt_oss",
         "ministral",
         "ministral3",
@@ -267,6 +281,20 @@ def _rope(raw: Mapping[str, Any], kind: str) -> dict[str, Any]:
         part = raw["rotary_dim"] / raw["head_dim"]
     given.setdefault("partial_rotary_factor", _first(raw, "partial_rotary_factor", "rotary_pct", default=part))
     return given
+
+
+def _gemma4(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields that may be null. One layer of six has no window if the file does not say; the last never has one."""
+    layers = positive_integer(raw, "num_hidden_layers")
+    kinds = raw.get("layer_types") or [_LAYER_KINDS[(layer + 1) % 6 != 0] for layer in range(layers)]
+    if len(kinds) != layers:
+        raise ValidationError(
+            f"the model's config has {len(kinds)} layer_types and {layers} layers", "layer_types", len(kinds)
+        )
+    return {
+        "layer_types": [*kinds[:-1], "full_attention"],
+        "rope_parameters": raw["rope_parameters"] or _GEMMA4["rope_parameters"],
+    }
 
 
 def _windows(raw: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:

@@ -17,7 +17,7 @@ from quire.layers.attention.layer import Attention
 from quire.layers.build_context import BuildContext
 from quire.layers.caches import AttentionCache, LayerCache, SharedCache
 from quire.layers.embedding import LMHead, VocabEmbedding
-from quire.layers.expert_weights import ExpertWeights
+from quire.layers.expert_weights import DOWN, GATE_UP, ROUTER, ExpertNaming
 from quire.layers.linear import FusedLinear, FusedPart, Heads, ReplicatedLinear, RowParallelLinear, kv_heads_of
 from quire.layers.moe import Routing, SparseMLP
 from quire.layers.norm import RMSNorm
@@ -26,7 +26,13 @@ from quire.loading.weights import AnyTarget, Target
 from quire.models.base import in_other_stage, stage_layers
 from quire.models.gemma2 import GemmaMLP, embedding_scale, gate_of
 
-_OTHER_PARTS = ("vision_tower.", "audio_tower.", "embed_vision.", "embed_audio.", "multi_modal_projector.")
+_OTHER_PARTS = ("vision_tower.", "vision_embedder.", "audio_tower.", "embed_vision.", "embed_audio.")
+_NAMING = ExpertNaming(
+    "router.proj.weight", *(f"experts.{{}}.{matrix}_proj.weight" for matrix in ("gate", "up", "down"))
+)
+_KINDS = ("full_attention", "sliding_attention")
+_DIFFERS = {"head_dim", "num_key_value_heads"}
+"""What a layer may have of its own in `per_layer_config`."""
 
 
 class Shape:
@@ -35,8 +41,14 @@ class Shape:
     def __init__(self, build: BuildContext, layer: int) -> None:
         raw, ranks = build.config.raw, build.ranks
         kinds, layers = raw["layer_types"], build.config.num_layers
+        if kinds[layer] not in _KINDS:
+            raise UnsupportedModelError(f"Gemma 4 with layer_types {kinds[layer]!r} is not implemented")
         self.is_full = kinds[layer] == "full_attention"
         own = (raw.get("per_layer_config") or {}).get(str(layer)) or {}
+        if unknown := own.keys() - _DIFFERS:
+            raise UnsupportedModelError(
+                f"Gemma 4 with {', '.join(sorted(unknown))} in per_layer_config is not implemented"
+            )
         kv_heads = build.config.num_kv_heads
         if self.is_full and raw.get("attention_k_eq_v"):
             kv_heads = raw.get("num_global_key_value_heads") or kv_heads
@@ -72,7 +84,7 @@ class Gemma4Attention(nn.Module):
             k_gain = self.k_norm.weight
         self.qkv_proj = FusedLinear(build, config.hidden_size, parts, bias)
         self.attention = Attention(build, heads, layer, cos_sin, (self.q_norm.weight, k_gain, self.eps), scale=1.0)
-        self.attention.writes = shape.shared is None
+        self.attention.num_all_kv_heads = shape.kv_heads
         self.o_proj = RowParallelLinear(build, "o_proj", rows, config.hidden_size, bias)
 
     def forward(
@@ -98,7 +110,7 @@ class Gemma4Experts(SparseMLP):
     """Experts whose router norms the stream itself, and whose weights have a factor for each expert."""
 
     def __init__(self, build: BuildContext, routing: Routing, layer: int) -> None:
-        super().__init__(build, routing, layer)
+        super().__init__(build, routing, layer, (_NAMING,))
         if self.dispatch is not None:
             raise UnsupportedModelError("Gemma 4 with enable_expert_parallel is not implemented")
         self.variant = ExpertVariant(gate_of(build))
@@ -114,13 +126,11 @@ class Gemma4Experts(SparseMLP):
         return self.summed(normed, weights, experts)
 
     def targets(self) -> dict[str, list[AnyTarget]]:
-        """The stacks, whose names have no `mlp`, and the router's tensors."""
-        assert isinstance(self.gate_up, torch.Tensor) and isinstance(self.down, torch.Tensor)
+        """The experts, whose names have no `mlp`, and the router's tensors."""
         root = self.router.shape[1] ** -0.5
-        held = ExpertWeights(self.router, self.gate_up, self.down, self.share, ()).targets()
-        named = {"mlp.gate.weight": "router.proj.weight"}
+        named = {ROUTER: _NAMING.router, GATE_UP: "experts.gate_up_proj", DOWN: "experts.down_proj"}
         return {
-            **{named.get(name, name.removeprefix("mlp.")): found for name, found in held.items()},
+            **{named.get(name, name): found for name, found in super().targets().items()},
             "router.scale": [Target(self.gain, tuple(self.gain.shape), (), lambda gain: gain.float() * root)],
             "router.per_expert_scale": [Target(self.expert_scale, tuple(self.expert_scale.shape))],
         }
@@ -178,17 +188,17 @@ class Gemma4Layer(nn.Module):
         kv: LayerKV,
         inputs: AttentionInputs,
     ) -> torch.Tensor:
-        """The stream after this layer. `own`: the layer's embeddings."""
+        """The stream after this layer; the one before it may be overwritten. `own`: the layer's embeddings."""
         attention, slots = self.self_attn, inputs.slots
-        qkv = attention.qkv_proj(self.input_layernorm.normed(stream))
+        qkv, stream = attention.qkv_proj.norm_linear(self.input_layernorm, stream, None)
         last = inputs.last if self.is_last else None
         attended = attention(qkv, positions, kv, inputs, last)
         if last is not None:  # only the last tokens' hidden states are read: the other tokens end here
             stream, slots = stream[last.tokens], slots[last.tokens]
             own = None if own is None else own[last.tokens]
         hidden = self.post_attention_layernorm.normed(attention.o_proj(attended))
-        normed, stream = self.pre_feedforward_layernorm(hidden, stream.clone())
-        hidden = self.mlp.down_proj(self.mlp.gate_up_proj(normed))
+        gated, stream = self.mlp.gate_up_proj.norm_linear(self.pre_feedforward_layernorm, hidden, stream)
+        hidden = self.mlp.down_proj(gated)
         if self.experts is not None:
             mixed = self.experts.mixed(stream, self.pre_feedforward_layernorm_2.normed(stream), slots)
             mixed = self.post_feedforward_layernorm_2.normed(mixed)
@@ -240,9 +250,16 @@ class Gemma4Model(nn.Module):
                 build, "per_layer_model_projection", size, config.num_layers * each
             )
             self.per_layer_projection_norm = RMSNorm(build, "per_layer_projection_norm", each)
-        tables = {shape.is_full: rope_table(build, _rope(build, shape), shape.dim) for shape in shapes}
-        layers = {str(i): Gemma4Layer(build, i, shapes[i], tables[shapes[i].is_full]) for i in stage_layers(build)}
-        self.layers = nn.ModuleDict(layers)
+        ropes = {(shape.is_full, shape.dim): shape for shape in shapes}
+        tables = {key: rope_table(build, _rope(build, shape), shape.dim) for key, shape in ropes.items()}
+        layers = {
+            i: Gemma4Layer(build, i, shapes[i], tables[shapes[i].is_full, shapes[i].dim]) for i in stage_layers(build)
+        }
+        for i, layer in layers.items():  # an owner on another stage is refused where the caches are laid out
+            owner = layers.get(-1 if (shared := shapes[i].shared) is None else shared)
+            if owner is not None:
+                layer.self_attn.attention.read_from(owner.self_attn.attention)
+        self.layers = nn.ModuleDict({str(i): layer for i, layer in layers.items()})
         self.norm = RMSNorm(build, "norm", size) if ranks.is_last_stage else None
 
     def forward(

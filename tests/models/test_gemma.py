@@ -8,12 +8,21 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
+from transformers import (
+    Gemma4Config,
+    Gemma4ForConditionalGeneration,
+    Gemma4UnifiedConfig,
+    Gemma4UnifiedForConditionalGeneration,
+    PretrainedConfig,
+)
 
 from quire import LLM, SamplingParams
 from quire.errors import UnsupportedModelError
 from quire.loading.model_config import ModelConfig
+from tests.conftest import assert_idle
 from tests.models.harness import (
+    assert_same,
     checkpoint_tensors,
     empty_model,
     in_chunks,
@@ -23,8 +32,14 @@ from tests.models.harness import (
     reference_logits,
 )
 from tests.models.zoo import ZOO
+from tests.quantization.test_on_load import fake
 
 PROMPTS = [[7, 30, 51, 9, 64, 80, 3, 21] * 3, [11, 90, 4], [60, 61, 62, 63, 64, 65, 66] * 2]
+BLOCKS = {"gemma-3": 24, "gemma-4": 24, "gemma-4-shared": 24, "gemma-4-mixture": 24}
+"""Pages that are too few for all prompts at once."""
+HITS = [20, 0, 12]
+"""Tokens of whole blocks of 4 before a prompt's last token."""
+LENGTH = 12
 
 
 def write(folder: Path, reference: Any, architecture: str, prefix: str) -> None:
@@ -41,11 +56,30 @@ def write(folder: Path, reference: Any, architecture: str, prefix: str) -> None:
 
 
 @torch.no_grad()
-def greedy(reference: Any, prompt: list[int], count: int) -> list[int]:
+def greedy(reference: Any, prompt: list[int], count: int = LENGTH) -> list[int]:
     row = list(prompt)
     for _ in range(count):
         row.append(int(reference(torch.tensor([row]), use_cache=False).logits[0, -1].argmax()))
     return row[len(prompt) :]
+
+
+def engine(folder: Path, **settings: Any) -> LLM:
+    usual = {
+        "dtype": "float32", "device": "cpu", "num_gpu_blocks_override": 96, "block_size": 4, "max_num_seqs": 3,
+        "max_num_batched_tokens": 16, "skip_tokenizer_init": True,
+    }  # fmt: skip
+    return LLM(str(folder), **(usual | settings))
+
+
+def run(llm: LLM) -> tuple[list[list[int]], list[int]]:
+    """Tokens, and prompt tokens found in the cache."""
+    sampling = SamplingParams(max_tokens=LENGTH, temperature=0, ignore_eos=True)
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], sampling, use_tqdm=False)
+    return [list(each.outputs[0].token_ids) for each in outputs], [each.num_cached_tokens for each in outputs]
+
+
+def window_groups(llm: LLM) -> list[int | None]:
+    return [group.window for group in llm.llm_engine.core.scheduler.tables.groups if group.kind == "window"]
 
 
 @pytest.mark.parametrize(
@@ -54,21 +88,118 @@ def greedy(reference: Any, prompt: list[int], count: int) -> list[int]:
         ("gemma-2", "Gemma2ForCausalLM", "model."),
         ("gemma-3", "Gemma3ForConditionalGeneration", "language_model.model."),
         ("gemma-3", "Gemma3ForConditionalGeneration", "model.language_model."),
-        ("gemma-4-shared", "Gemma4ForCausalLM", "model."),
     ],
 )
 def test_tokens_are_those_of_transformers(name: str, architecture: str, prefix: str, tmp_path: Path) -> None:
     reference = random_reference(ZOO[name])
     write(tmp_path, reference, architecture, prefix)
-    sampling = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
-    asked = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
-    with LLM(
-        str(tmp_path), dtype="float32", device="cpu", num_gpu_blocks_override=96, block_size=4,
-        max_num_batched_tokens=16, max_num_seqs=3, skip_tokenizer_init=True,
-    ) as llm:  # fmt: skip
-        for _ in range(2):  # the second time from cached prefixes
-            for prompt, result in zip(PROMPTS, llm.generate(asked, sampling), strict=True):
-                assert list(result.outputs[0].token_ids) == greedy(reference, prompt, 12)
+    expected = [greedy(reference, prompt) for prompt in PROMPTS]
+    with engine(tmp_path) as llm:
+        assert run(llm) == (expected, [0, 0, 0])
+        assert run(llm) == (expected, HITS)
+
+
+@pytest.mark.parametrize("name", ["gemma-3", "gemma-4", "gemma-4-shared", "gemma-4-mixture"])
+def test_a_saved_checkpoint_in_too_few_pages(name: str, tmp_path: Path) -> None:
+    """Saved by transformers, with tied embeddings; rows are preempted and give back pages behind their windows."""
+    reference = random_reference(ZOO[name])
+    reference.save_pretrained(tmp_path)
+    expected = [greedy(reference, prompt) for prompt in PROMPTS]
+    with engine(tmp_path) as llm:
+        assert run(llm) == (expected, [0, 0, 0])
+        assert run(llm) == (expected, HITS)
+        assert set(window_groups(llm)) == {6}
+    with engine(tmp_path, num_gpu_blocks_override=BLOCKS[name]) as llm:
+        assert run(llm)[0] == expected
+        assert llm.llm_engine.core.scheduler.stats.preemptions
+        assert_idle(llm)
+
+
+VISION = {
+    "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "head_dim": 8, "patch_size": 4, "position_embedding_size": 8,
+}  # fmt: skip
+EMBEDDER = {"patch_size": 4, "pooling_kernel_size": 1, "mm_embed_dim": 8, "mm_posemb_size": 4, "output_proj_dims": 32}
+UNIFIED = {"model_type": "gemma4_unified_text", "sliding_window": 6, "use_bidirectional_attention": "vision"}
+
+
+def with_images() -> list[tuple[type, PretrainedConfig]]:
+    text = ZOO["gemma-4"].to_dict()
+    kept = ("layer_types", "rope_parameters", "per_layer_config", "attention_k_eq_v", "final_logit_softcapping")
+    sizes = [key for key in text if key.endswith("_size") and "per_layer" not in key and "moe" not in key]
+    sizes += ["num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings"]
+    unified = {key: text[key] for key in (*kept, *sizes)} | UNIFIED
+    return [
+        (Gemma4ForConditionalGeneration, Gemma4Config(text_config=text, vision_config=VISION)),
+        (
+            Gemma4UnifiedForConditionalGeneration,
+            Gemma4UnifiedConfig(text_config=unified, vision_config=EMBEDDER, audio_config={"audio_embed_dim": 8}),
+        ),
+    ]
+
+
+@pytest.mark.parametrize(("kind", "config"), with_images())
+def test_the_text_part_of_a_model_that_takes_images(kind: type, config: PretrainedConfig, tmp_path: Path) -> None:
+    whole = kind(config).eval()
+    reference = random_reference(config.text_config)
+    whole.model.language_model.load_state_dict(reference.model.state_dict())
+    whole.save_pretrained(tmp_path)
+    with engine(tmp_path) as llm:
+        assert run(llm)[0] == [greedy(reference, prompt) for prompt in PROMPTS]
+
+
+def changed(name: str, **changes: Any) -> PretrainedConfig:
+    return type(ZOO[name])(**(ZOO[name].to_dict() | changes))
+
+
+def many_heads() -> PretrainedConfig:
+    """4 KV heads in layers with a window, 2 in the others."""
+    own = {"head_dim": 16, "num_key_value_heads": 2}
+    return changed("gemma-4", num_key_value_heads=4, per_layer_config={"2": own, "3": own})
+
+
+def test_what_published_configs_say_and_leave_out() -> None:
+    """Heads of full layers have keys of their own; layer types and ropes may be missing."""
+    own = {"head_dim": 16, "num_key_value_heads": 1}
+    config = changed("gemma-4", num_hidden_layers=7, layer_types=None, rope_parameters=None)
+    config = changed("gemma-4", **(config.to_dict() | {"per_layer_config": {"5": own, "6": own}}))
+    reference = random_reference(config)
+    raw = {key: value for key, value in config.to_dict().items() if key not in ("layer_types", "per_layer_config")}
+    raw |= {"architectures": ["Gemma4ForCausalLM"], "rope_parameters": None}
+    ours = empty_model(ModelConfig.from_dict(raw | {"global_head_dim": 16, "num_global_key_value_heads": 1}))
+    load(ours, checkpoint_tensors(reference))
+    assert_same(in_chunks(ours, PROMPTS[0], 5), reference_logits(reference, PROMPTS[0]))
+
+
+def test_matrices_in_few_bits(tmp_path: Path) -> None:
+    """Keys that are values too, and experts."""
+    sizes = {"intermediate_size": 64, "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2}
+    reference = random_reference(changed("gemma-4", **sizes, moe_intermediate_size=32))
+    reference.save_pretrained(tmp_path)
+    for name, weight in reference.named_parameters():
+        if weight.dim() > 1 and "embed" not in name and "router" not in name:
+            weight.data = torch.stack([fake(each, "int4") for each in weight.data.view(-1, *weight.shape[-2:])])
+            weight.data = weight.data.squeeze(0)
+    with engine(tmp_path, quantization="int4") as llm:
+        assert run(llm)[0] == [greedy(reference, prompt) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("config", [many_heads(), ZOO["gemma-4-shared"]], ids=["heads", "shared"])
+def test_scales_of_an_8_bit_cache_are_those_of_the_layer_that_writes_it(
+    config: PretrainedConfig, tmp_path: Path
+) -> None:
+    """A scale of each KV head, of which layers have different numbers; powers of 2 change no code's digits."""
+    random_reference(config).save_pretrained(tmp_path)
+    with engine(tmp_path, kv_cache_dtype="fp8") as llm:
+        expected = run(llm)[0]
+    tensors = load_file(tmp_path / "model.safetensors")
+    for key in [key for key in tensors if key.endswith("k_norm.weight")]:
+        heads = tensors[key.replace("k_norm", "k_proj")].shape[0] // tensors[key].shape[0]
+        tensors[key.replace("k_norm.weight", "k_scale")] = torch.full((heads, 1, 1), 0.25)
+        tensors[key.replace("k_norm.weight", "v_scale")] = torch.full((heads, 1, 1), 0.5)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with engine(tmp_path, kv_cache_dtype="fp8") as llm:
+        assert run(llm)[0] == expected
 
 
 @pytest.mark.parametrize(
@@ -77,6 +208,8 @@ def test_tokens_are_those_of_transformers(name: str, architecture: str, prefix: 
         ("gemma-2", {"hidden_activation": "relu"}),
         ("gemma-3", {"use_bidirectional_attention": True}),
         ("gemma-4", {"use_bidirectional_attention": "all"}),
+        ("gemma-4", {"layer_types": ["chunked_attention"] * 4}),
+        ("gemma-4", {"per_layer_config": {"1": {"sliding_window": 3}}}),
     ],
 )
 def test_what_is_not_implemented_is_refused(name: str, change: dict[str, Any]) -> None:

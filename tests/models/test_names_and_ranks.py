@@ -135,7 +135,7 @@ def assert_two_ranks_compute_the_whole(reference: Any, monkeypatch: pytest.Monke
         assert_same(result, expected)
 
 
-@pytest.mark.parametrize("name", [*SPLITTABLE, *FOUR_HEADS])
+@pytest.mark.parametrize("name", [*SPLITTABLE, *FOUR_HEADS, "gemma-4"])
 def test_two_ranks_together_compute_the_whole_model(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert_two_ranks_compute_the_whole(reference_for(name), monkeypatch)
 

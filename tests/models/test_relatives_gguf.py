@@ -27,6 +27,7 @@ from tests.models.harness import (
 )
 from tests.models.relatives import RELATIVES, longrope
 from tests.models.test_against_transformers import PROMPTS
+from tests.models.zoo import ZOO
 
 FAMILIES = {
     "phi3": "phi3",
@@ -45,6 +46,17 @@ FAMILIES = {
     "falcon-7b": "falcon",
     "falcon-11b": "falcon",
     "longrope": "phi3",
+    "gemma-2": "gemma2",
+    "gemma-3": "gemma3",
+    "gemma-3-marked": "gemma3",
+}
+# llama.cpp's files do not have the scale of attention: it is that of the head size.
+GEMMAS = {
+    "gemma-2": ZOO["gemma-2"].to_dict() | {"query_pre_attn_scalar": 12},
+    "gemma-3": ZOO["gemma-3"].to_dict()
+    | {"query_pre_attn_scalar": 16, "num_hidden_layers": 7, "final_logit_softcapping": 5.0}
+    | {"layer_types": [*["sliding_attention"] * 5, "full_attention", "sliding_attention"]},
+    "gemma-3-marked": ZOO["gemma-3"].to_dict() | {"query_pre_attn_scalar": 16},
 }
 
 
@@ -55,6 +67,8 @@ def changed(name: str, **changes: Any) -> Any:
 def config_of(name: str) -> Any:
     if name == "longrope":
         return longrope()
+    if name in GEMMAS:
+        return type(ZOO[name.removesuffix("-marked")])(**GEMMAS[name])
     if name == "cohere-qk-norm-tied":
         return changed("cohere-qk-norm", tie_word_embeddings=True, attention_bias=False)
     if name == "smollm3-gguf":  # llama.cpp knows no other places of the layers without positions
@@ -108,9 +122,22 @@ def write(path: Path, reference: Any, arch: str, encoding: Kind = Kind.F32) -> N
         for length in ("short", "long"):
             factors = torch.tensor(rope[f"{length}_factor"], dtype=torch.float32)
             writer.add_tensor(f"rope_factors_{length}.weight", factors.numpy())
+    if rope["rope_type"] == "linear":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(rope["factor"])
+    if arch.startswith("gemma"):
+        writer.add_key_length(head_dim)
+        writer.add_value_length(head_dim)
+        if config.attn_logit_softcapping:
+            writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
+        if config.final_logit_softcapping:
+            writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    if arch == "gemma3":
+        local = config.rope_parameters["sliding_attention"]["rope_theta"]
+        writer.add_float32("gemma3.rope.freq_base_swa", local)
     if getattr(config, "sliding_window", None):
         writer.add_sliding_window(config.sliding_window)
-        if arch == "olmo2":
+        if arch == "olmo2" or (arch == "gemma3" and config.num_hidden_layers < 6):
             writer.add_sliding_window_pattern([each == "sliding_attention" for each in config.layer_types])
     if hasattr(config, "logit_scale"):
         writer.add_logit_scale(config.logit_scale)
@@ -130,6 +157,8 @@ def write(path: Path, reference: Any, arch: str, encoding: Kind = Kind.F32) -> N
             continue
         if arch in ("granite", "granitemoe", "smollm3") and (".q_proj." in name or ".k_proj." in name):
             tensor = paired(tensor, heads if ".q_proj." in name else kv_heads)
+        if arch.startswith("gemma") and name.endswith("norm.weight"):
+            tensor = tensor + 1
         if "query_key_value" in name:
             tensor = q_then_k_then_v(tensor, heads, kv_heads)
         stored = {names.get_name(name, try_suffixes=(".weight", ".bias")): tensor}
@@ -165,7 +194,7 @@ def test_a_file_gives_the_logits_of_the_model_it_was_made_of(name: str, tmp_path
 
 
 @pytest.mark.parametrize(
-    "name", ["cohere", "cohere2", "phi3", "granite-moe", "falcon-7b", "falcon-11b", "starcoder2-gguf"]
+    "name", ["cohere", "cohere2", "gemma-2", "phi3", "granite-moe", "falcon-7b", "falcon-11b", "starcoder2-gguf"]
 )
 def test_packed_matrices_give_the_logits_of_the_dequantized_ones(name: str, tmp_path: Path) -> None:
     """Also those whose rows are in another order than the kernels need, and parts of one matrix."""

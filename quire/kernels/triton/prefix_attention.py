@@ -68,6 +68,8 @@ def prefix_tile(head_dim: int, itemsize: int) -> PrefixTile:
         return PrefixTile(16, 16, 4, 1, 2)
     if itemsize > 2:  # no tensor cores: a larger tile would spill registers
         return PrefixTile(16, 32, 4, 2, 2)
+    if head_dim > 256:  # with 64 queries it would spill registers
+        return PrefixTile(32, 32, 8, 3, 1)
     if head_dim > 128:
         return PrefixTile(64, 32, 8, 3, 1)
     return PrefixTile(64, 64, 4, 3, 2)

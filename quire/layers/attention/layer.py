@@ -74,16 +74,20 @@ class Attention(nn.Module):
         scale = heads.dim**-0.5 if scale is None else scale
         self.spec = AttentionSpec(scale, build.config.windows[layer], soft_cap, sinks, slopes)
         self.group = 0
-        self.writes = True
-        """Whether it writes keys and values: not where it reads another layer's cache."""
+        self._owner: tuple[Attention, ...] = ()  # a tuple: its module is not a part of this one
 
     kv_scales: torch.Tensor | None
 
+    def read_from(self, owner: Attention) -> None:
+        """Read the cache of another layer, and write none."""
+        self._owner = (owner,)
+
     def scaled(self, kv: LayerKV) -> LayerKV:
-        """The layer's cache with the layer's scales, if it has any."""
-        if self.kv_scales is None or not isinstance(kv, QuantizedKV):
+        """The layer's cache with the scales of the layer that writes it, if it has any."""
+        writer = self._owner[0] if self._owner else self
+        if writer.kv_scales is None or not isinstance(kv, QuantizedKV):
             return kv
-        return kv.scaled(self.kv_scales, self.has_unit_scales)
+        return kv.scaled(writer.kv_scales, writer.has_unit_scales)
 
     def forward(
         self,
@@ -98,7 +102,7 @@ class Attention(nn.Module):
         inputs = inputs.of(self.group)
         attended = inputs if last is None else last.inputs.of(self.group)
         self.backend.prepare(self.num_heads, kv, attended, self.spec)
-        slots = inputs.slots if self.writes else torch.zeros_like(inputs.slots)  # the null block's
+        slots = torch.zeros_like(inputs.slots) if self._owner else inputs.slots  # zeros: the null block's
         q = self.ops.prepare_qkv(
             qkv,
             positions,
