@@ -190,7 +190,8 @@ def _shape_rows(model: ModelConfig) -> list[tuple[str, str]]:
 
 
 def _expert_rows(model: ModelConfig) -> list[tuple[str, str]]:
-    count = model.raw.get("num_experts") or model.raw.get("num_local_experts")
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    count = next((model.raw[name] for name in names if model.raw.get(name)), None)
     if not count or not model.raw.get("num_experts_per_tok"):
         return []
     width = model.raw.get("moe_intermediate_size") or model.intermediate_size

@@ -254,7 +254,8 @@ PIPELINED = [
 
 
 def describe(shape: EngineShape) -> str:
-    unusual = {name: value for name, value in vars(shape).items() if value != getattr(EngineShape, name)}
+    shown = {name: value for name, value in vars(shape).items() if name not in ("config", "groups")}
+    unusual = {name: value for name, value in shown.items() if value != getattr(EngineShape, name)}
     return "-".join(f"{name}={value}" for name, value in unusual.items()) or "plain"
 
 
