@@ -111,17 +111,15 @@ class Gemma4Experts(SparseMLP):
 
     def __init__(self, build: BuildContext, routing: Routing, layer: int) -> None:
         super().__init__(build, routing, layer, (_NAMING,))
-        if self.dispatch is not None:
-            raise UnsupportedModelError("Gemma 4 with enable_expert_parallel is not implemented")
         self.variant = ExpertVariant(gate_of(build))
         self.eps = build.config.norm_eps
         self.gain = build.parameter(build.config.hidden_size)
         self.expert_scale = build.parameter(routing.num_experts)
 
-    def mixed(self, stream: torch.Tensor, normed: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    def mixed(self, stream: torch.Tensor, normed: torch.Tensor, slots: torch.Tensor | None = None) -> torch.Tensor:
         """The experts' weighted sum for `normed`, routed by the stream."""
         logits = self.ops.linear(self.ops.rms_norm(stream, self.gain, self.eps), self.router)
-        weights, experts = self.ops.route(logits, self.routing.top_k, True, self.counts, slots)
+        weights, experts = self.ops.route(logits, self.routing.top_k, True, self.counts, self.padding(slots))
         weights = weights * self.expert_scale[experts.clamp(min=0).long()].float()
         return self.summed(normed, weights, experts)
 

@@ -18,8 +18,10 @@ from transformers import (
 )
 
 from quire import LLM, SamplingParams
+from quire.distributed.experts import ExpertRanks
 from quire.errors import UnsupportedModelError
 from quire.loading.model_config import ModelConfig
+from quire.models.gemma4 import Gemma4Experts
 from tests.conftest import assert_idle
 from tests.models.harness import (
     assert_same,
@@ -169,6 +171,18 @@ def test_what_published_configs_say_and_leave_out() -> None:
     ours = empty_model(ModelConfig.from_dict(raw | {"global_head_dim": 16, "num_global_key_value_heads": 1}))
     load(ours, checkpoint_tensors(reference))
     assert_same(in_chunks(ours, PROMPTS[0], 5), reference_logits(reference, PROMPTS[0]))
+
+
+def test_ranks_with_whole_experts_sum_to_the_whole() -> None:
+    reference = random_reference(ZOO["gemma-4-mixture"])
+    parts: list[Gemma4Experts] = []
+    for place in (None, ExpertRanks(0, 2, 1), ExpertRanks(1, 2, 1)):
+        model = empty_model(model_config(reference), experts=place)
+        load(model, checkpoint_tensors(reference))
+        parts.append(next(each for each in model.modules() if isinstance(each, Gemma4Experts)))
+    stream, normed = torch.randn(2, 11, 32, generator=torch.Generator().manual_seed(1))
+    whole, *own = (part.mixed(stream, normed) for part in parts)
+    torch.testing.assert_close(sum(own), whole)
 
 
 def test_matrices_in_few_bits(tmp_path: Path) -> None:
