@@ -10,7 +10,7 @@ import torch
 from quire.kernels.gates import PLAIN_EXPERTS, ExpertVariant
 from quire.kernels.kv import LayerKV
 from quire.kernels.routing import RouteRule
-from quire.kernels.states import DeltaNet, Mamba2, ShortConv, States, StepRows
+from quire.kernels.states import DeltaNet, Mamba, Mamba2, ShortConv, States, StepRows
 from quire.kernels.weights.base import Weight
 
 
@@ -239,9 +239,27 @@ class Ops(Protocol):
         ...
 
     def short_conv(self, projected: torch.Tensor, layer: ShortConv, states: States, step: StepRows) -> torch.Tensor:
-        """A gated short convolution from its input products; reads and writes the rows' states.
+        """A convolution by itself, from its input products; reads and writes the rows' rings.
 
-        projected [tokens, B | C | x]; the result is [tokens, channels]
+        projected [tokens, B | C | x], or [tokens, x | ...]; the result is [tokens, channels]
+        """
+        ...
+
+    def mamba(
+        self,
+        x: torch.Tensor,
+        dt: torch.Tensor,
+        b: torch.Tensor,
+        c: torch.Tensor,
+        projected: torch.Tensor,
+        layer: Mamba,
+        states: States,
+        step: StepRows,
+    ) -> torch.Tensor:
+        """The selective scan of a Mamba 1 mixer, with its gate; reads and writes the rows' states.
+
+        x, dt [tokens, channels]: the convolution's outputs, and time steps before their bias; b, c [tokens, state_dim];
+        projected [tokens, x | z]: the input products; the result is [tokens, channels]
         """
         ...
 

@@ -13,7 +13,7 @@ from quire.kernels.base import CompilableKernel
 from quire.kernels.gates import PLAIN_EXPERTS, ExpertVariant, gate_mul
 from quire.kernels.kv import LayerKV, QuantizedKV
 from quire.kernels.routing import RouteRule, add_shared, route_by_rule
-from quire.kernels.states import DeltaNet, Mamba2, ShortConv, States, StepRows
+from quire.kernels.states import DeltaNet, Mamba, Mamba2, ShortConv, States, StepRows
 from quire.kernels.weights.base import Weight, reference_linear
 
 
@@ -215,6 +215,19 @@ class TorchOps:
 
     def short_conv(self, projected: torch.Tensor, layer: ShortConv, states: States, step: StepRows) -> torch.Tensor:
         return reference_states.short_conv(projected, layer, states, step)
+
+    def mamba(
+        self,
+        x: torch.Tensor,
+        dt: torch.Tensor,
+        b: torch.Tensor,
+        c: torch.Tensor,
+        projected: torch.Tensor,
+        layer: Mamba,
+        states: States,
+        step: StepRows,
+    ) -> torch.Tensor:
+        return reference_states.mamba(x, dt, b, c, projected, layer, states, step)
 
     def gated_norm(
         self, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, groups: int, eps: float

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from quire.kernels.states import RING, STATE, DeltaNet, Mamba2, ShortConv, States, StepRows
+from quire.kernels.states import RING, STATE, DeltaNet, Mamba, Mamba2, ShortConv, States, StepRows
 
 CHUNK = 64
 MIN_CHUNKED = 8
@@ -240,9 +240,40 @@ def gated_norm(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, groups
 
 def short_conv(projected: torch.Tensor, layer: ShortConv, states: States, step: StepRows) -> torch.Tensor:
     """[tokens, channels]; see `ShortConv`."""
-    b, c, x = projected.chunk(3, dim=-1)
+    b, c, x = projected.chunk(3, dim=-1) if layer.gated else (None, None, projected[:, : layer.channels])
+    inputs = x if b is None else b * x
     out = projected.new_zeros(len(projected) + 1, layer.channels)
     for rows in _padded_rows(step, projected.device):
-        mixed = rows.gather(c) * convolve(b * x, layer.conv, layer.bias, states, rows, ring_part=0)
+        mixed = convolve(inputs, layer.conv, layer.bias, states, rows, layer.part)
+        mixed = F.silu(mixed) if c is None else rows.gather(c) * mixed
         out.index_copy_(0, rows.tokens.flatten(), mixed.flatten(0, 1).to(out.dtype))
     return out[: len(projected)]
+
+
+def mamba(
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    b: torch.Tensor,
+    c: torch.Tensor,
+    projected: torch.Tensor,
+    layer: Mamba,
+    states: States,
+    step: StepRows,
+) -> torch.Tensor:
+    """[tokens, channels]; see `Mamba`."""
+    out = x.new_zeros(len(x) + 1, layer.channels)
+    for rows in _padded_rows(step, x.device):
+        inputs, keys, queries = rows.gather(x), rows.gather(b), rows.gather(c)
+        time = F.softplus(rows.gather(dt) + layer.dt_bias) * rows.real[:, :, None]
+        stored = states.read(STATE, rows.tables)  # [rows, pieces, state_dim, channels of a piece]
+        state = torch.where((rows.begin > 0)[:, None, None], stored.transpose(1, 2).flatten(2), 0.0)
+        outs = []
+        for t in range(inputs.shape[1]):
+            kept = (layer.decay * time[:, t, None]).exp()
+            state = state * kept + keys[:, t, :, None] * (time[:, t] * inputs[:, t])[:, None]
+            outs.append((state * queries[:, t, :, None]).sum(1))
+        states.write(STATE, rows.tables, state.unflatten(2, (stored.shape[1], -1)).transpose(1, 2))
+        gate = rows.gather(projected[:, layer.channels :])
+        mixed = (torch.stack(outs, dim=1) + layer.skip * inputs) * F.silu(gate)
+        out.index_copy_(0, rows.tokens.flatten(), mixed.flatten(0, 1).to(out.dtype))
+    return out[: len(x)]

@@ -177,15 +177,19 @@ class Mamba2:
 
 @dataclass(frozen=True)
 class ShortConv:
-    """A gated short convolution (LFM2): out = C * convolution(B * x), over a row's tokens.
+    """A convolution by itself, over a row's tokens.
 
-    The layer's input is one matrix [tokens, B | C | x]. It keeps only the ring, of B * x.
+    Gated (LFM2): out = C * convolution(B * x) of one matrix [tokens, B | C | x]; the ring is of B * x. If not (Mamba):
+    out = silu(convolution(x)) of the first channels of a matrix; the ring is of x.
     """
 
     conv: torch.Tensor
     """[taps, channels]"""
     bias: torch.Tensor | None
     """[channels]"""
+    gated: bool = True
+    part: int = 0
+    """Index of the ring among the layer's parts."""
 
     @property
     def channels(self) -> int:
@@ -201,3 +205,36 @@ class ShortConv:
     def sizes(self) -> tuple[int, ...]:
         """Channels."""
         return (self.channels,)
+
+
+@dataclass(frozen=True)
+class Mamba:
+    """The selective scan of a Mamba 1 mixer (arXiv 2312.00752). For each channel, over a row's tokens:
+
+    t = softplus(dt + dt_bias); S <- e^(decay t) S + t x B; out = (S · C + skip x) silu(z).
+
+    S, B, C and the channel's decay are vectors of state_dim; B and C are those of all channels. A piece of the state is
+    [state_dim, channels of a piece].
+    """
+
+    decay: torch.Tensor
+    """[state_dim, channels] float32: -exp(A_log)."""
+    dt_bias: torch.Tensor
+    """[channels] float32"""
+    skip: torch.Tensor
+    """[channels] float32: D."""
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution and of the outputs."""
+        return self.decay.shape[1]
+
+    @property
+    def in_width(self) -> int:
+        """Of the inputs: x | z."""
+        return 2 * self.channels
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """State dimensions and channels."""
+        return tuple(self.decay.shape)

@@ -15,7 +15,7 @@ from torch import nn
 
 from quire.distributed.collectives import all_reduce, is_shared
 from quire.errors import ConfigError
-from quire.kernels.states import DeltaNet, Mamba2, ShortConv
+from quire.kernels.states import DeltaNet, Mamba, Mamba2, ShortConv
 from quire.layers.attention.base import AttentionInputs
 from quire.layers.build_context import BuildContext
 from quire.layers.caches import StateCache, StatePart, StateView
@@ -59,7 +59,7 @@ class Recurrence(nn.Module):
     """The cache group that the states are in."""
     conv_name = "conv1d"
     """Of the convolution in checkpoints."""
-    spec: DeltaNet | Mamba2 | ShortConv
+    spec: DeltaNet | Mamba | Mamba2 | ShortConv
 
     @property
     def in_width(self) -> int:

@@ -157,6 +157,7 @@ _FAMILY_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "glm4_moe_lite": {"n_shared_experts": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 1.8},
     "granite": {"rms_norm_eps": 1e-6},
     "granitemoe": {"rms_norm_eps": 1e-6},
+    "jamba": {"rms_norm_eps": 1e-6, "max_position_embeddings": 262144, "num_experts": 16, "num_experts_per_tok": 2},
     "lfm2": {"tie_word_embeddings": True, "rope_theta": 1000000.0, "max_position_embeddings": 128000},
     "lfm2_moe": {"tie_word_embeddings": True, "rope_theta": 1000000.0, "max_position_embeddings": 128000},
     "minimax_m2": {"rope_theta": 5000000.0, "rms_norm_eps": 1e-6},

@@ -31,6 +31,7 @@ _KNOWN = {
     "GraniteForCausalLM": "quire.models.granite.GraniteForCausalLM",
     "GraniteMoeForCausalLM": "quire.models.granite.GraniteMoeForCausalLM",
     "GraniteMoeHybridForCausalLM": "quire.models.granite_hybrid.GraniteMoeHybridForCausalLM",
+    "JambaForCausalLM": "quire.models.jamba.JambaForCausalLM",
     "Lfm2ForCausalLM": "quire.models.lfm2.Lfm2ForCausalLM",
     "Lfm2MoeForCausalLM": "quire.models.lfm2.Lfm2MoeForCausalLM",
     "LlamaForCausalLM": "quire.models.llama.LlamaForCausalLM",

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from quire.kernels.states import DeltaNet, Mamba2, ShortConv
+from quire.kernels.states import DeltaNet, Mamba, Mamba2, ShortConv
 from quire.layers.attention.base import AttentionInputs
 from quire.layers.caches import StatePart, StateView
 
@@ -51,6 +51,11 @@ def random_mamba2(
 def random_short_conv(channels: int, dtype: torch.dtype, device: str, taps: int = 3, bias: bool = True) -> ShortConv:
     weights = torch.randn(taps + 1, channels, device=device).to(dtype)
     return ShortConv(weights[:taps], weights[taps] if bias else None)
+
+
+def random_mamba(channels: int, state_dim: int, device: str) -> Mamba:
+    decay = -torch.rand(state_dim, channels, device=device).mul_(2).exp_()
+    return Mamba(decay, torch.randn(channels, device=device) - 2, torch.randn(channels, device=device))
 
 
 def random_inputs(layer: DeltaNet | Mamba2 | ShortConv, tokens: int, dtype: torch.dtype) -> torch.Tensor:

@@ -98,7 +98,7 @@ class Rows:
             rows=torch.tensor(self.lines, dtype=torch.int32, device=DEVICE),
         )  # fmt: skip
 
-    def exact(self, scale: float, window: int | None) -> torch.Tensor:
+    def exact(self, scale: float, window: int | None, slopes: torch.Tensor | None = None) -> torch.Tensor:
         values, outputs, token = values_of(self.kv), [], 0
         group = self.q.shape[1] // self.kv.shape[2]
         for line, (context, queries) in zip(self.lines, self.lens, strict=True):
@@ -107,12 +107,16 @@ class Rows:
             for position in range(context - queries, context):
                 seen = slice(max(0, position + 1 - window) if window else 0, position + 1)
                 scores = torch.einsum("nhd,hd->hn", keys[seen], self.q[token].double()) * scale
+                if slopes is not None:
+                    scores += slopes.double()[:, None] * (torch.arange(seen.start, seen.stop, device=DEVICE) - position)
                 outputs.append(torch.einsum("hn,nhd->hd", scores.softmax(-1), held[seen]).flatten())
                 token += 1
         return torch.stack(outputs)
 
-    def error(self, out: torch.Tensor, scale: float, window: int | None = None) -> float:
-        wanted = self.exact(scale, window)
+    def error(
+        self, out: torch.Tensor, scale: float, window: int | None = None, slopes: torch.Tensor | None = None
+    ) -> float:
+        wanted = self.exact(scale, window, slopes)
         return ((out.double() - wanted).norm() / wanted.norm()).item()
 
 
@@ -149,6 +153,17 @@ def test_decodes_and_prompts(
         torch.zeros(1, device=DEVICE).add_(1)  # another kernel must come between a plan and its use
         out = backend.attend(rows.q, rows.kv, inputs, AttentionSpec(dim**-0.5, window))
         assert rows.error(out, dim**-0.5, window) < limit(dtype), type(backend)
+
+
+@pytest.mark.parametrize("name", ["fp8", "int8_per_token_head"])
+def test_slopes(name: str) -> None:
+    dtype = DTYPES[-1]
+    rows, backend = Rows(name, dtype, MIXED, 4, 2, 64), TritonPagedAttention()
+    slopes = 2.0 ** -torch.arange(2, 6, device=DEVICE)
+    inputs, spec = rows.inputs(), AttentionSpec(0.125, slopes=slopes)
+    backend.prepare(4, rows.kv, inputs, spec)
+    torch.zeros(1, device=DEVICE).add_(1)
+    assert rows.error(backend.attend(rows.q, rows.kv, inputs, spec), 0.125, None, slopes) < limit(dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -11,6 +11,7 @@ import torch
 from transformers import (
     BambaConfig,
     GraniteMoeHybridConfig,
+    JambaConfig,
     Lfm2Config,
     Lfm2MoeConfig,
     Mamba2Config,
@@ -138,6 +139,21 @@ HYBRIDS: dict[str, PretrainedConfig] = {
         n_groups=2,
         chunk_size=16,
     ),
+    "jamba": JambaConfig(
+        vocab_size=97,
+        hidden_size=32,
+        intermediate_size=24,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        num_experts=5,
+        attn_layer_period=3,
+        attn_layer_offset=1,
+        mamba_d_state=8,
+        mamba_dt_rank=6,
+        mamba_proj_bias=True,
+    ),
     "lfm2": _lfm2(Lfm2Config, layer_types=["conv", "full_attention", "conv"], conv_bias=True, block_multiple_of=8),
     "lfm2-moe": _lfm2(
         Lfm2MoeConfig,
@@ -168,7 +184,7 @@ def hybrid_reference(name: str, **changes: Any) -> Any:
     config = HYBRIDS[name]
     reference = random_reference(type(config)(**{**config.to_dict(), **changes}) if changes else config)
     for parameter, values in reference.named_parameters():
-        if parameter.endswith("dt_bias"):
+        if parameter.endswith(("dt_bias", "dt_proj.bias")):
             values.data -= 3
     for module in reference.modules():
         if type(module).__name__ in CENTERED:
@@ -279,6 +295,35 @@ def test_the_published_form_with_a_vision_tower(kind: str) -> None:
     assert_same(in_chunks(model, TOKENS, lambda i: 75), reference_logits(reference, TOKENS))
 
 
+def test_lfm2_by_the_names_of_its_first_files() -> None:
+    reference = hybrid_reference("lfm2")
+    raw = dict(model_config(reference).raw)
+    for name in ("layer_types", "intermediate_size", "tie_word_embeddings", "rope_parameters"):
+        raw.pop(name)
+    old = {"full_attn_idxs": [1], "block_ff_dim": 48, "tie_embedding": True, "rope_theta": 1000000.0}
+    model = empty_model(ModelConfig.from_dict(raw | old), max_model_len=128)
+    load(model, checkpoint_tensors(reference))
+    assert_same(in_chunks(model, TOKENS, lambda i: 75), reference_logits(reference, TOKENS))
+
+
+@pytest.mark.parametrize("name", ["lfm2-moe", "jamba"])
+def test_experts_by_their_published_names(name: str) -> None:
+    """One matrix for each; transformers holds them in stacks."""
+    reference = hybrid_reference(name)
+    gate, up, down = ("w1", "w3", "w2") if name == "lfm2-moe" else ("gate_proj", "up_proj", "down_proj")
+    tensors = {}
+    for key, tensor in checkpoint_tensors(reference).items():
+        stem, _, end = key.partition("experts.")
+        for expert, matrix in enumerate(tensor if end else ()):
+            parts = zip((gate, up), matrix.chunk(2), strict=True) if end == "gate_up_proj" else [(down, matrix)]
+            tensors |= {f"{stem}experts.{expert}.{part}.weight": rows for part, rows in parts}
+        if not end:
+            tensors[key] = tensor
+    model = empty_model(model_config(reference), max_model_len=128)
+    load(model, tensors)
+    assert_same(in_chunks(model, TOKENS, lambda i: 75), reference_logits(reference, TOKENS))
+
+
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
@@ -287,6 +332,9 @@ def test_the_published_form_with_a_vision_tower(kind: str) -> None:
         ("nemotron-h", {"mamba_hidden_act": "gelu"}, "gelu"),
         ("granite-4", {"position_embedding_type": "alibi"}, "alibi"),
         ("granite-4", {"hidden_act": "gelu"}, "gelu"),
+        ("lfm2", {"layer_types": ["conv", "sliding_attention", "conv"]}, "sliding_attention"),
+        ("jamba", {"sliding_window": 16}, "sliding_window"),
+        ("jamba", {"mamba_inner_layernorms": False}, "mamba_inner_layernorms"),
     ],
 )
 def test_what_is_not_implemented_is_refused_by_name(name: str, change: dict[str, Any], message: str) -> None:

@@ -11,7 +11,7 @@ from quire.kernels.gates import PLAIN_EXPERTS, ExpertVariant
 from quire.kernels.kv import LayerKV
 from quire.kernels.reference import TorchOps
 from quire.kernels.routing import RouteRule
-from quire.kernels.states import DeltaNet, Mamba2, ShortConv, States, StepRows
+from quire.kernels.states import DeltaNet, Mamba, Mamba2, ShortConv, States, StepRows
 from quire.kernels.triton import elementwise
 from quire.kernels.triton.cublaslt import TunedGemms, tuned_gemms
 from quire.kernels.triton.latent.prepare import prepare_latent
@@ -23,7 +23,7 @@ from quire.kernels.triton.moe.tuning import choose_experts
 from quire.kernels.triton.qkv import prepare_qkv
 from quire.kernels.triton.quantized.base import QuantizedProducts
 from quire.kernels.triton.quantized.registry import products_of
-from quire.kernels.triton.recurrent import decode, delta_net, mamba2, norm
+from quire.kernels.triton.recurrent import decode, delta_net, mamba, mamba2, norm
 from quire.kernels.triton.recurrent.short_conv import short_conv
 from quire.kernels.triton.skinny_gemm.candidates import GemmShape
 from quire.kernels.triton.skinny_gemm.gemm import GemmConfig, skinny_linear, skinny_norm_linear, skinny_silu_linear
@@ -371,6 +371,21 @@ class TritonOps(TorchOps):
 
     def short_conv(self, projected: torch.Tensor, layer: ShortConv, states: States, step: StepRows) -> torch.Tensor:
         return short_conv(projected, layer, states, step)
+
+    def mamba(
+        self,
+        x: torch.Tensor,
+        dt: torch.Tensor,
+        b: torch.Tensor,
+        c: torch.Tensor,
+        projected: torch.Tensor,
+        layer: Mamba,
+        states: States,
+        step: StepRows,
+    ) -> torch.Tensor:
+        if not mamba.is_supported(layer):
+            return super().mamba(x, dt, b, c, projected, layer, states, step)
+        return mamba.mamba(x, dt, b, c, projected, layer, states, step)
 
     def gated_norm(
         self, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, groups: int, eps: float

@@ -1,4 +1,4 @@
-"""Gated short convolutions (LFM2): gates, convolution and ring in one kernel, for decodes and for prompts.
+"""Convolutions by themselves (LFM2, Mamba 1): gates, convolution and ring in one kernel, for decodes and for prompts.
 
 A program takes some tokens of one row and a block of channels. Bytes: the inputs once (of the taps' overlap, what is in
 cache), the outputs once; the ring is a few values a channel.
@@ -15,12 +15,14 @@ import triton.language as tl
 from quire.kernels.states import ShortConv, States, StepRows
 from quire.kernels.triton.launch import gdc_launch_dependents, gdc_wait, pdl
 from quire.kernels.triton.recurrent.chunks import CHUNK, plan_chunks
-from quire.kernels.triton.recurrent.common import ring_at, table_of, tables_of
+from quire.kernels.triton.recurrent.common import ring_at, silu, table_of, tables_of
 
 
 @triton.jit
-def _gated_input(projected, at, CHANNELS: tl.constexpr, mask):
-    """B * x, rounded as the ring holds it, whether it comes from the ring or not."""
+def _input(projected, at, mask, CHANNELS: tl.constexpr, GATED: tl.constexpr):
+    """x, or B * x rounded as the ring holds it, whether it comes from the ring or not."""
+    if not GATED:
+        return tl.load(projected + at, mask=mask, other=0.0)
     b = tl.load(projected + at, mask=mask, other=0.0).to(tl.float32)
     x = tl.load(projected + at + 2 * CHANNELS, mask=mask, other=0.0).to(tl.float32)
     return (b * x).to(projected.dtype.element_ty)
@@ -31,7 +33,7 @@ def _short_conv(
     projected, projected_stride, conv, bias, out, ring, ring_pages, ring_offsets, ring_stride,
     tables, table_stride, rows, query_starts, context_lens, chunk_rows, chunk_begins,
     CHANNELS: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, TOKENS: tl.constexpr,
-    SLOTS: tl.constexpr, PIECE: tl.constexpr, TAPS: tl.constexpr, PDL: tl.constexpr,
+    SLOTS: tl.constexpr, PIECE: tl.constexpr, TAPS: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """chunk_rows: None: each row has one token."""
     SIZE: tl.constexpr = projected.dtype.element_ty.primitive_bitwidth // 8
@@ -61,31 +63,32 @@ def _short_conv(
             weight = tl.load(conv + tap * CHANNELS + channel, mask=inside, other=0.0).to(tl.float32)
             source = (place + tap - (TAPS - 1))[:, None]
             at = source.to(tl.int64) * projected_stride + channel[None, :]
-            value = _gated_input(line, at, CHANNELS, real & (source >= 0))
+            value = _input(line, at, real & (source >= 0), CHANNELS, GATED)
             total += value.to(tl.float32) * weight[None, :]
-        own = place.to(tl.int64)[:, None] * projected_stride + CHANNELS + channel[None, :]
-        c = tl.load(line + own, mask=real, other=0.0).to(tl.float32)
         result = out + (first + place).to(tl.int64)[:, None] * CHANNELS + channel[None, :]
         if place_begin == 0:  # the first tokens' taps reach back to earlier steps; their program keeps the row's ring
             table = table_of(tables, table_stride, rows, row)
-            at = ring_at(ring, ring_pages, ring_offsets, ring_stride, table, channel, inside, PIECE, SIZE)
+            slots = ring_at(ring, ring_pages, ring_offsets, ring_stride, table, channel, inside, PIECE, SIZE)
             for tap in tl.static_range(TAPS - 1):
                 earlier = (place + tap - (TAPS - 1))[:, None]
                 position = begin + earlier
-                weight = tl.load(conv + tap * CHANNELS + channel, mask=inside, other=0.0).to(tl.float32)
+                factor = tl.load(conv + tap * CHANNELS + channel, mask=inside, other=0.0).to(tl.float32)
                 old = real & (earlier < 0) & (position >= 0)
-                kept = tl.load(at[None, :] + tl.maximum(position, 0) % SLOTS * PIECE, mask=old, other=0.0)
-                total += kept.to(tl.float32) * weight[None, :]
-            tl.store(result, c * total, mask=exists)
+                kept = tl.load(slots[None, :] + tl.maximum(position, 0) % SLOTS * PIECE, mask=old, other=0.0)
+                total += kept.to(tl.float32) * factor[None, :]
             tl.debug_barrier()  # other threads may still read the slots
             for slot in tl.static_range(SLOTS):
                 end = begin + count
                 last = end - 1 - (end - 1 - slot + SLOTS) % SLOTS  # the last position that falls on the slot
                 fresh = inside & (begin >= 0) & (last >= begin)
-                value = _gated_input(line, (last - begin).to(tl.int64) * projected_stride + channel, CHANNELS, fresh)
-                tl.store(at + slot * PIECE, value, mask=fresh)
+                newest = (last - begin).to(tl.int64) * projected_stride + channel
+                tl.store(slots + slot * PIECE, _input(line, newest, fresh, CHANNELS, GATED), mask=fresh)
+        if GATED:
+            own = place.to(tl.int64)[:, None] * projected_stride + CHANNELS + channel[None, :]
+            total *= tl.load(line + own, mask=real, other=0.0).to(tl.float32)
         else:
-            tl.store(result, c * total, mask=exists)
+            total = tl.where(real, silu(total), 0.0)
+        tl.store(result, total, mask=exists)
 
 
 def short_conv(projected: torch.Tensor, layer: ShortConv, states: States, step: StepRows) -> torch.Tensor:
@@ -112,13 +115,14 @@ def _launch(
     tokens: int,
 ) -> None:
     """`tokens`: of a program."""
-    memory, (part,) = states.memory, states.parts
+    memory, part = states.memory, states.parts[layer.part]
     slots, piece = part.shape
     block = min(128 if tokens > 1 else 256, triton.next_power_of_2(layer.channels))
     _short_conv[(programs, triton.cdiv(layer.channels, block))](
         projected, projected.stride(0), layer.conv, layer.bias, out,
-        memory.view(part.dtype), states.pages[0], states.offsets[0], memory.shape[1] // part.dtype.itemsize,
+        memory.view(part.dtype), states.pages[layer.part], states.offsets[layer.part],
+        memory.shape[1] // part.dtype.itemsize,
         *tables_of(step), step.query_starts, step.context_lens, *chunks,
         CHANNELS=layer.channels, BLOCK=block, PARTS=CHUNK // tokens, TOKENS=tokens, SLOTS=slots, PIECE=piece,
-        TAPS=len(layer.conv), num_warps=4, **pdl(),
+        TAPS=len(layer.conv), GATED=layer.gated, num_warps=4, **pdl(),
     )  # fmt: skip
