@@ -61,8 +61,13 @@ class Shape:
         first = layers - int(raw.get("num_kv_shared_layers") or 0)
         self.shared: int | None = None
         """The layer whose cache this one reads; None: its own."""
-        if layer >= first > 0:
-            self.shared = max(other for other in range(first) if kinds[other] == kinds[layer])
+        if layer >= first:
+            self.shared = max((other for other in range(first) if kinds[other] == kinds[layer]), default=None)
+            if self.shared is None:
+                raise UnsupportedModelError(
+                    f"Gemma 4 with num_kv_shared_layers {layers - first} of {layers} is not implemented: layer {layer} "
+                    f"has no layer of {kinds[layer]!r} before these to read from"
+                )
 
 
 class Gemma4Attention(nn.Module):

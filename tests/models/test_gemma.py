@@ -224,6 +224,7 @@ def test_scales_of_an_8_bit_cache_are_those_of_the_layer_that_writes_it(
         ("gemma-4", {"use_bidirectional_attention": "all"}),
         ("gemma-4", {"layer_types": ["chunked_attention"] * 4}),
         ("gemma-4", {"per_layer_config": {"1": {"sliding_window": 3}}}),
+        ("gemma-4", {"num_kv_shared_layers": 4}),
     ],
 )
 def test_what_is_not_implemented_is_refused(name: str, change: dict[str, Any]) -> None:
