@@ -4,6 +4,9 @@
 
 from __future__ import annotations
 
+from itertools import product
+from typing import Any
+
 import pytest
 import torch
 import triton
@@ -138,9 +141,13 @@ if ON_GPU:
     ]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize(("heads", "kv_heads", "dim", "window"), SHAPES)
+def cases() -> list[tuple[Any, ...]]:
+    """Every shape, format and dtype; in the interpreter every shape with every format, each with one of the dtypes."""
+    every = product(enumerate(SHAPES), enumerate(FORMATS), enumerate(DTYPES))
+    return [(*shape, name, dtype) for (i, shape), (j, name), (k, dtype) in every if ON_GPU or (i + j + k) % 3 == 0]
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim", "window", "name", "dtype"), cases())
 def test_decodes_and_prompts(
     name: str, dtype: torch.dtype, heads: int, kv_heads: int, dim: int, window: int | None
 ) -> None:

@@ -86,10 +86,11 @@ def test_steps_with_prompts(name: str) -> None:
     expected = getattr(TorchOps(), op)(x, layer, expected_view, step)
     step.plans.clear()
     out = getattr(TritonOps(), op)(x, layer, view, step)
-    assert_near(out[:-3], expected[:-3])
+    # The sum of a chunk's decays, some hundreds, is rounded to 3e-5: so is the factor that it is the exponent of.
+    assert_near(out[:-3], expected[:-3], 1e-4)
     assert out.isfinite().all()
     for ours, theirs in zip(states_of(view, tables[:5]), states_of(expected_view, tables[:5]), strict=True):
-        assert_near(ours, theirs)
+        assert_near(ours, theirs, 1e-4)
 
 
 COUNTS = [1, 1, 1, CHUNK + 19, 2, CHUNK, 0, 3]
