@@ -118,18 +118,22 @@ class SparseMLP(nn.Module):
     def mix(self, x: torch.Tensor, slots: torch.Tensor | None = None) -> torch.Tensor:
         """The weighted sum of the experts' outputs for x."""
         logits, routing = self.ops.linear(x, self.router, self.variant.router_bias), self.routing
-        exchanges = self.dispatch is not None and self.dispatch.ranks.exchanges
-        places = None if exchanges else slots  # steps with exchanges are not padded
-        weights, experts = self.ops.route(logits, routing.top_k, routing.renormalise, self.counts, places, self.rule)
-        if self.dispatch is None:
-            return self.summed(x, weights, experts)
-        if exchanges:
-            return self.dispatch.exchange(x, weights, experts, self._run)
-        return all_reduce(self._run(x, weights, self.dispatch.local_slots(experts)), self.ranks)
+        weights, experts = self.ops.route(
+            logits, routing.top_k, routing.renormalise, self.counts, self.padding(slots), self.rule
+        )
+        return self.summed(x, weights, experts)
+
+    def padding(self, slots: torch.Tensor | None) -> torch.Tensor | None:
+        """What tells the router which tokens are padding; steps with exchanges have none."""
+        return None if self.dispatch is not None and self.dispatch.ranks.exchanges else slots
 
     def summed(self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
-        """The weighted sum of the chosen experts' outputs, where every rank has a part of each expert."""
-        return all_reduce(self._run(x, weights, experts), self.ranks)
+        """The weighted sum of the chosen experts' outputs, wherever these are."""
+        if self.dispatch is None:
+            return all_reduce(self._run(x, weights, experts), self.ranks)
+        if self.dispatch.ranks.exchanges:
+            return self.dispatch.exchange(x, weights, experts, self._run)
+        return all_reduce(self._run(x, weights, self.dispatch.local_slots(experts)), self.ranks)
 
     def _run(self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
         return self.ops.experts(x, weights, experts, self.gate_up, self.down, self.variant)

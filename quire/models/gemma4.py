@@ -61,8 +61,13 @@ class Shape:
         first = layers - int(raw.get("num_kv_shared_layers") or 0)
         self.shared: int | None = None
         """The layer whose cache this one reads; None: its own."""
-        if layer >= first > 0:
-            self.shared = max(other for other in range(first) if kinds[other] == kinds[layer])
+        if layer >= first:
+            self.shared = max((other for other in range(first) if kinds[other] == kinds[layer]), default=None)
+            if self.shared is None:
+                raise UnsupportedModelError(
+                    f"Gemma 4 with num_kv_shared_layers {layers - first} of {layers} is not implemented: layer {layer} "
+                    f"has no layer of {kinds[layer]!r} before these to read from"
+                )
 
 
 class Gemma4Attention(nn.Module):
@@ -111,17 +116,15 @@ class Gemma4Experts(SparseMLP):
 
     def __init__(self, build: BuildContext, routing: Routing, layer: int) -> None:
         super().__init__(build, routing, layer, (_NAMING,))
-        if self.dispatch is not None:
-            raise UnsupportedModelError("Gemma 4 with enable_expert_parallel is not implemented")
         self.variant = ExpertVariant(gate_of(build))
         self.eps = build.config.norm_eps
         self.gain = build.parameter(build.config.hidden_size)
         self.expert_scale = build.parameter(routing.num_experts)
 
-    def mixed(self, stream: torch.Tensor, normed: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    def mixed(self, stream: torch.Tensor, normed: torch.Tensor, slots: torch.Tensor | None = None) -> torch.Tensor:
         """The experts' weighted sum for `normed`, routed by the stream."""
         logits = self.ops.linear(self.ops.rms_norm(stream, self.gain, self.eps), self.router)
-        weights, experts = self.ops.route(logits, self.routing.top_k, True, self.counts, slots)
+        weights, experts = self.ops.route(logits, self.routing.top_k, True, self.counts, self.padding(slots))
         weights = weights * self.expert_scale[experts.clamp(min=0).long()].float()
         return self.summed(normed, weights, experts)
 

@@ -18,8 +18,10 @@ from transformers import (
 )
 
 from quire import LLM, SamplingParams
+from quire.distributed.experts import ExpertRanks
 from quire.errors import UnsupportedModelError
 from quire.loading.model_config import ModelConfig
+from quire.models.gemma4 import Gemma4Experts
 from tests.conftest import assert_idle
 from tests.models.harness import (
     assert_same,
@@ -171,6 +173,18 @@ def test_what_published_configs_say_and_leave_out() -> None:
     assert_same(in_chunks(ours, PROMPTS[0], 5), reference_logits(reference, PROMPTS[0]))
 
 
+def test_ranks_with_whole_experts_sum_to_the_whole() -> None:
+    reference = random_reference(ZOO["gemma-4-mixture"])
+    parts: list[Gemma4Experts] = []
+    for place in (None, ExpertRanks(0, 2, 1), ExpertRanks(1, 2, 1)):
+        model = empty_model(model_config(reference), experts=place)
+        load(model, checkpoint_tensors(reference))
+        parts.append(next(each for each in model.modules() if isinstance(each, Gemma4Experts)))
+    stream, normed = torch.randn(2, 11, 32, generator=torch.Generator().manual_seed(1))
+    whole, *own = (part.mixed(stream, normed) for part in parts)
+    torch.testing.assert_close(sum(own), whole)
+
+
 def test_matrices_in_few_bits(tmp_path: Path) -> None:
     """Keys that are values too, and experts."""
     sizes = {"intermediate_size": 64, "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2}
@@ -210,6 +224,7 @@ def test_scales_of_an_8_bit_cache_are_those_of_the_layer_that_writes_it(
         ("gemma-4", {"use_bidirectional_attention": "all"}),
         ("gemma-4", {"layer_types": ["chunked_attention"] * 4}),
         ("gemma-4", {"per_layer_config": {"1": {"sliding_window": 3}}}),
+        ("gemma-4", {"num_kv_shared_layers": 4}),
     ],
 )
 def test_what_is_not_implemented_is_refused(name: str, change: dict[str, Any]) -> None:

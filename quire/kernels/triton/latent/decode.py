@@ -371,6 +371,8 @@ class LatentDecode:
             unused = {"RANK", "RANK_P2", "ROPE", "ROPE_P2", "TILE", "TRANSPOSED", "PRECISION", "STAGES"}
             unused |= set() if self.tile.transposed else {"M"}
             constants = {name: value for name, value in constants.items() if name not in unused}
+            if q.stride(0) % 16 or q.stride(1) % 16:  # it copies 16 bytes at a time, and is compiled for such strides
+                q = q.contiguous()
         kernel[(self.programs,)](
             q, absorbed, kv, tables, rows, lens, plan.ranges, self.partial, self.stats, scale * LOG2_E, q.stride(0),
             q.stride(1), kv.stride(0), tables.stride(0), BLOCK=kv.shape[1], **constants,
