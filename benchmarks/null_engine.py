@@ -81,6 +81,7 @@ def make_null_engine(config: EngineConfig, files: ModelFiles, model: ModelConfig
         max_num_batched_tokens=8192,
         block_size=config.block_size,
         num_blocks=tables.pool.capacity,
+        cache_tokens=tables.pool.capacity * config.block_size,
         weight_bytes=0,
         kv_bytes=0,
         start_seconds=time.monotonic() - begin,

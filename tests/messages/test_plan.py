@@ -38,6 +38,10 @@ def assert_same(one: msgspec.Struct, other: msgspec.Struct) -> None:
         if isinstance(a, np.ndarray):
             assert isinstance(b, np.ndarray) and a.dtype == b.dtype
             assert np.array_equal(a, b) and b.flags.writeable
+        elif isinstance(a, list) and a and isinstance(a[0], msgspec.Struct):
+            assert isinstance(b, list) and len(a) == len(b)
+            for mine, yours in zip(a, b, strict=True):
+                assert_same(mine, yours)
         else:
             assert a == b and type(a) is type(b), name
 
@@ -49,8 +53,8 @@ def test_a_plan_round_trips(arrays: list[np.ndarray], step: int, flag: bool) -> 
     plan = StepPlan(
         step=step, rows=rows, counts=counts, num_decodes=3, tokens=tokens, samples=samples, sample_rows=sample_rows,
         block_rows=block_rows, block_indices=block_indices, blocks=blocks, max_context=17, reset=flag, drop=[1, 2],
-        add=[NewRow(1, "a", 4, 6, 2, 9, 2**64 - 1, 1, params, [5], [[1, 2], [3]])],
-        forks=[Fork(1, 2, 3, "é")], copies=[(4, 5), (6, 7)],
+        add=[NewRow(1, "a", 4, 6, 2, 9, 2**64 - 1, 1, params, [5], [[1, 2], [3]], None, tokens)],
+        forks=[Fork(1, 2, 3, "é")], copies=[(4, 5), (6, 7)], block_groups=blocks, snapshots=[(8, 9)],
         groups=[PrefixGroup([1, 2, 5], 512), PrefixGroup([7, 3], 256)] if flag else None,
     )  # fmt: skip
     assert_same(decode_plan(encode(plan)), plan)
