@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from quire import LLM, SamplingParams
+from quire.errors import ConfigError
 from tests.conftest import assert_idle
 from tests.engine.beam_reference import ENDS, Model, params_of
 from tests.engine.test_tiers_engine import Storm
@@ -120,6 +121,25 @@ def test_preempted_rows(case: Case, swap: float) -> None:
         case.check(llm)
         case.check(llm)
         assert_idle(llm)
+
+
+def test_a_cache_in_few_bits(case: Case) -> None:
+    """The same tokens with prefix hits and chunks as without, in 8 bits; latent caches refuse them by name."""
+    settings = {"kv_cache_dtype": "int8_per_token_head"}
+    if case.name == "latent":
+        with pytest.raises(ConfigError, match="kv_cache_dtype"):
+            case.open(**settings)
+        return
+    prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+    found = []
+    for more in ({"enable_prefix_caching": False}, {"max_num_batched_tokens": 16}):
+        with case.open(**settings, **more) as llm:
+            for _ in range(2):
+                outputs = llm.generate(prompts, greedy(), use_tqdm=False)
+                found.append([list(output.outputs[0].token_ids) for output in outputs])
+            assert_idle(llm)
+    assert sum(output.num_cached_tokens or 0 for output in outputs) > 0
+    assert all(tokens == found[0] for tokens in found)
 
 
 def _speak(path: str, folder: str, name: str, count: int, answers: Any) -> None:
