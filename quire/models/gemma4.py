@@ -139,7 +139,7 @@ class Gemma4Experts(SparseMLP):
         }
 
 
-class Scalar(nn.Module):
+class LayerScalar(nn.Module):
     """One number."""
 
     def __init__(self, build: BuildContext, name: str) -> None:
@@ -167,7 +167,7 @@ class Gemma4Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(build, "post_attention_layernorm", size)
         self.pre_feedforward_layernorm = RMSNorm(build, "pre_feedforward_layernorm", size)
         self.post_feedforward_layernorm = RMSNorm(build, "post_feedforward_layernorm", size)
-        self.layer_scalar = Scalar(build, "layer_scalar")
+        self.layer_scalar = LayerScalar(build, "layer_scalar")
         self.experts: Gemma4Experts | None = None
         if raw.get("enable_moe_block"):
             routing = Routing.from_config(config, "moe_intermediate_size", renormalise=True)

@@ -10,29 +10,17 @@ import torch
 from torch import nn
 
 from quire.errors import UnsupportedModelError
-from quire.layers.activation import activation
 from quire.layers.attention.base import AttentionInputs, LastTokens
 from quire.layers.build_context import BuildContext
 from quire.layers.caches import AttentionCache, LayerCache
 from quire.layers.embedding import LMHead, VocabEmbedding
-from quire.layers.linear import ColumnParallelLinear, Heads, RowParallelLinear
+from quire.layers.linear import Heads
 from quire.layers.norm import RMSNorm
 from quire.layers.recurrent import Mamba2Mixer, Mamba2Settings
 from quire.loading.model_config import ModelConfig, positive_integer
 from quire.models.base import in_other_stage, stage_layers
 from quire.models.llama import LlamaAttention, LlamaVariant
-
-
-class PlainMLP(nn.Module):
-    """down(act(up(x)))."""
-
-    def __init__(self, build: BuildContext) -> None:
-        super().__init__()
-        config = build.config
-        bias = bool(config.raw.get("mlp_bias", False))
-        self.act = activation(config.raw.get("mlp_hidden_act", "relu2"))
-        self.up_proj = ColumnParallelLinear(build, "up_proj", config.hidden_size, config.intermediate_size, bias)
-        self.down_proj = RowParallelLinear(build, "down_proj", config.intermediate_size, config.hidden_size, bias)
+from quire.models.plain_layers import PlainMLP
 
 
 class Block(nn.Module):
@@ -49,7 +37,9 @@ class Block(nn.Module):
         elif kind == "full_attention":
             self.mixer = LlamaAttention(build, LlamaVariant(), layer, None)
         else:
-            self.mixer = PlainMLP(build)
+            raw = build.config.raw
+            act, bias = raw.get("mlp_hidden_act", "relu2"), bool(raw.get("mlp_bias", False))
+            self.mixer = PlainMLP(build, ("up_proj", "down_proj"), act, bias)
 
     def forward(
         self,
@@ -62,8 +52,8 @@ class Block(nn.Module):
         """(output to add to the residual stream, or None if already added; the stream)."""
         mixer, last = self.mixer, inputs.last if self.is_last else None
         if isinstance(mixer, PlainMLP):
-            up, residual = mixer.up_proj.norm_linear(self.norm, hidden, residual)
-            return mixer.down_proj.linear_add(residual, mixer.act(up)), residual
+            up, residual = mixer.up.norm_linear(self.norm, hidden, residual)
+            return mixer.down.linear_add(residual, mixer.act(up)), residual
         if isinstance(mixer, LlamaAttention):
             projected, residual = mixer.qkv_proj.norm_linear(self.norm, hidden, residual)
             mixed, out_proj = mixer(projected, positions, kv, inputs, last), mixer.o_proj

@@ -17,14 +17,13 @@ from quire.layers.attention.base import AttentionInputs, LastTokens
 from quire.layers.attention.layer import Attention
 from quire.layers.build_context import BuildContext
 from quire.layers.caches import AttentionCache, LayerCache
-from quire.layers.embedding import LMHead, VocabEmbedding
+from quire.layers.embedding import LMHead
 from quire.layers.linear import ArrangedLinear, FusedPart, Heads, RowParallelLinear
 from quire.layers.norm import ZeroCenteredRMSNorm
 from quire.layers.recurrent import DeltaNetHeads, DeltaNetRecurrence
-from quire.layers.rope import rope_table
 from quire.loading.model_config import ModelConfig, positive_integer
-from quire.models.base import in_other_stage, stage_layers
-from quire.models.llama import LlamaMLP
+from quire.models.base import in_other_stage
+from quire.models.llama import LlamaMLP, LlamaModel, LlamaVariant
 from quire.models.qwen2_moe import SharedExpertMLP, qwen_routing, sparse_layers
 
 
@@ -157,37 +156,6 @@ class QwenHybridLayer(nn.Module):
         return self.mlp(self.post_attention_layernorm, hidden, residual, slots)
 
 
-class QwenHybridModel(nn.Module):
-    """Embedding, layers and final norm: those on this stage."""
-
-    def __init__(self, build: BuildContext, variant: QwenHybridVariant) -> None:
-        super().__init__()
-        cos_sin = rope_table(build)
-        kinds = layer_kinds(build.config)
-        self.embed_tokens = VocabEmbedding(build, "embed_tokens") if build.ranks.is_first_stage else None
-        self.layers = nn.ModuleDict(
-            {str(i): QwenHybridLayer(build, variant, i, kinds[i], cos_sin) for i in stage_layers(build)}
-        )
-        self.norm = ZeroCenteredRMSNorm(build, "norm", build.config.hidden_size) if build.ranks.is_last_stage else None
-
-    def forward(
-        self,
-        tokens: torch.Tensor,
-        positions: torch.Tensor,
-        kv: Sequence[Any],
-        inputs: AttentionInputs,
-        hidden: torch.Tensor | None,
-    ) -> torch.Tensor:
-        if hidden is None:
-            hidden = self.embed_tokens(tokens)  # type: ignore[misc]  # there on the first stage
-        residual = None
-        for layer, cache in zip(self.layers.values(), kv, strict=True):
-            hidden, residual = layer(hidden, residual, positions, cache, inputs)
-        if self.norm is None:  # only the sum is needed; this kernel, which also norms, can be replayed
-            return layer.input_layernorm(hidden, residual)[1]  # type: ignore[operator]
-        return self.norm(hidden, residual)[0]
-
-
 class QwenHybridForCausalLM(nn.Module):
     """What Qwen3-Next and Qwen3.5 share."""
 
@@ -203,7 +171,13 @@ class QwenHybridForCausalLM(nn.Module):
                 f"{config.architecture} with hidden_act {act!r} is not implemented; only 'silu' is"
             )
         self.build = build
-        text = QwenHybridModel(build, variant)
+        kinds = layer_kinds(config)
+
+        def layer(build: BuildContext, _: LlamaVariant, number: int, cos_sin: torch.Tensor | None) -> nn.Module:
+            assert cos_sin is not None
+            return QwenHybridLayer(build, variant, number, kinds[number], cos_sin)
+
+        text = LlamaModel(build, LlamaVariant(layer=layer, norm=ZeroCenteredRMSNorm))
         self.prefix = "model.language_model" if self.nested else "model"
         self.model: nn.Module = text
         if self.nested:

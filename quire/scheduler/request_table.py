@@ -20,7 +20,7 @@ from quire.scheduler.policies.sharing import NoSharing, SharingPolicy
 from quire.scheduler.prefix_groups import NoPrefixGroups, PrefixGroups
 from quire.scheduler.rows import RowNumbers, Rows
 from quire.scheduler.sessions import NoSessions, Sessions
-from quire.scheduler.states import NoStates, States
+from quire.scheduler.states import NoRowStates, RowStates
 from quire.scheduler.stats import SchedulerStats
 from quire.scheduler.swapping import NoSwapper, Swapper
 
@@ -47,7 +47,7 @@ class RequestTable:
         # With several full groups, rows that share the blocks of one need not share those of the others.
         self.groups = groups if groups is not None and tables.num_full == 1 else NoPrefixGroups()
         """Decoding rows that share a prefix."""
-        self.states: States | NoStates = States(self) if tables.state_pages else NoStates()
+        self.states: RowStates | NoRowStates = RowStates(self) if tables.state_pages else NoRowStates()
         """Recurrent states of rows, and their snapshots."""
         self.untrimmed: dict[Request, None] = {}
         """Requests that may have pages behind their window since the last chunk they computed."""

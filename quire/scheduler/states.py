@@ -44,8 +44,8 @@ class _Row:
     """Tokens and pages of a snapshot whose tokens are not collected yet."""
 
 
-class NoStates:
-    """The model has no recurrent layers: the methods of `States`, doing nothing."""
+class NoRowStates:
+    """The model has no recurrent layers: the methods of `RowStates`, doing nothing."""
 
     has_room = True
 
@@ -75,7 +75,7 @@ class NoStates:
         return []
 
 
-class States:
+class RowStates:
     """Live states and snapshots of all rows."""
 
     def __init__(self, requests: RequestTable) -> None:

@@ -60,7 +60,7 @@ def _refused(module: nn.Module, name: str, value: object) -> UnsupportedModelErr
 
 
 @dataclass
-class Step:
+class AttentionStep:
     """The step that is being computed, for all attention layers of a model."""
 
     positions: torch.Tensor | None = None
@@ -108,7 +108,7 @@ class PagedLayer:
     attention: Attention
     arguments: AttentionArguments
     index: int
-    step: Step
+    step: AttentionStep
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Heads' outputs [1, tokens, heads, head_dim] of q [1, heads, tokens, head_dim], k and v."""

@@ -38,7 +38,7 @@ from quire.quantization.formats.on_load import OnLoadFormat
 
 
 @dataclasses.dataclass(frozen=True)
-class Matrix:
+class LibraryMatrix:
     """A matrix of the library's model."""
 
     name: str
@@ -72,7 +72,7 @@ class Matrix:
         return [FusedPart(self.name, self.outputs, slice(s + kept.start, s + kept.stop)) for s in (0, half)]
 
 
-def make_matrix_layer(build: BuildContext, matrix: Matrix) -> nn.Module:
+def make_matrix_layer(build: BuildContext, matrix: LibraryMatrix) -> nn.Module:
     """The layer for a matrix."""
     return InputCutLinear(build, matrix) if matrix.cut is Cut.INPUTS else JoinedLinear(build, [matrix])
 
@@ -82,7 +82,7 @@ class JoinedLinear(FusedLinear):
 
     normed = False
 
-    def __init__(self, build: BuildContext, matrices: Sequence[Matrix]) -> None:
+    def __init__(self, build: BuildContext, matrices: Sequence[LibraryMatrix]) -> None:
         parts = [matrix.parts(build) for matrix in matrices]
         first = matrices[0]
         super().__init__(build, first.inputs, [p for each in parts for p in each], first.bias, first.transposed)
@@ -132,7 +132,7 @@ class GateUp(JoinedLinear):
 
     gated = True
 
-    def __init__(self, build: BuildContext, matrices: Sequence[Matrix], activation: str) -> None:
+    def __init__(self, build: BuildContext, matrices: Sequence[LibraryMatrix], activation: str) -> None:
         super().__init__(build, matrices)
         self.activation = activation
 
@@ -195,7 +195,7 @@ def gate_of(module: nn.Module, inner: Sequence[str], outer: str) -> str | None:
 class InputCutLinear(RowParallelLinear):
     """A matrix of which each rank has some inputs; the results are summed."""
 
-    def __init__(self, build: BuildContext, matrix: Matrix) -> None:
+    def __init__(self, build: BuildContext, matrix: LibraryMatrix) -> None:
         super().__init__(build, matrix.name, matrix.inputs, matrix.outputs, matrix.bias, matrix.transposed)
         self.in_features, self.out_features = self.part.width, matrix.outputs
         self._stored = {matrix.name: matrix.stored} if matrix.stored else {}

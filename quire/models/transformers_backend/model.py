@@ -27,7 +27,7 @@ from quire.layers.attention.layer import Attention
 from quire.layers.build_context import BuildContext
 from quire.layers.caches import AttentionCache, LayerCache
 from quire.layers.linear import Heads
-from quire.models.transformers_backend.attention import PAGED, LocalCheck, PagedLayer, Step
+from quire.models.transformers_backend.attention import PAGED, AttentionStep, LocalCheck, PagedLayer
 from quire.models.transformers_backend.layers import OwnWeights
 from quire.models.transformers_backend.library import check_layers, make_model, seen_config
 from quire.models.transformers_backend.parallel import Cut
@@ -62,7 +62,7 @@ class TransformersForCausalLM(nn.Module):
                 "enable_expert_parallel",
                 True,
             )
-        self._step = Step()
+        self._step = AttentionStep()
         self._deferral = Deferral(self._step)
         try:
             library, base, whole = self._make(build, joins=True)

@@ -19,7 +19,7 @@ from quire.models.transformers_backend.layers import (
     Head,
     JoinedLinear,
     JoinedPart,
-    Matrix,
+    LibraryMatrix,
     Norm,
     TokenEmbedding,
     gate_of,
@@ -51,7 +51,7 @@ class Replacement:
         for path in trial.experts:
             _put(library, path, _experts(build, path, modules[path], names, plan))
         mixtures = {path.rpartition(".")[0]: modules[path].num_experts for path in trial.experts}
-        matrices: dict[str, Matrix] = {}
+        matrices: dict[str, LibraryMatrix] = {}
         head = library.get_output_embeddings()
         for path, module in modules.items():
             owner, _, name = path.rpartition(".")
@@ -64,7 +64,9 @@ class Replacement:
             stored = names.stored(f"{path}.weight").removesuffix(".weight")
             cut = plan.cut(path)
             has_bias = module.bias is not None
-            matrices[path] = Matrix(name, inputs, outputs, has_bias, transposed, cut, "" if stored == path else stored)
+            matrices[path] = LibraryMatrix(
+                name, inputs, outputs, has_bias, transposed, cut, "" if stored == path else stored
+            )
         groups = _groups(trial.siblings, matrices) if joins else [[path] for path in matrices]
         owned: dict[str, list[str]] = {}
         for path in matrices:
@@ -94,7 +96,7 @@ class Replacement:
         module: nn.Module,
         own: list[str],
         groups: list[list[str]],
-        matrices: dict[str, Matrix],
+        matrices: dict[str, LibraryMatrix],
     ) -> None:
         """If a module with the matrices `own` is a gated MLP, put the engine's in its place; its groups are removed."""
         inner = next((group for group in groups if group[0] in own and len(group) == len(own) - 1), None)
@@ -201,7 +203,7 @@ def _is_silu_gate(module: Any) -> bool:
         return False
 
 
-def _groups(siblings: Sequence[Sequence[str]], matrices: dict[str, Matrix]) -> list[list[str]]:
+def _groups(siblings: Sequence[Sequence[str]], matrices: dict[str, LibraryMatrix]) -> list[list[str]]:
     """The matrices, those together that read one input in one module and are cut alike."""
     groups: list[list[str]] = []
     seen: set[str] = set()
