@@ -5,6 +5,7 @@ import time
 BORN = time.time()  # start time counts from here, imports included
 
 import argparse  # noqa: E402
+import importlib  # noqa: E402
 import json  # noqa: E402
 import random  # noqa: E402
 from dataclasses import dataclass, field, replace  # noqa: E402
@@ -107,7 +108,17 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--settings", type=json.loads, default={})
+    parser.add_argument(
+        "--without", nargs="*", default=[], metavar="MODULE.SWITCH",
+        help="kernels to turn off, to compare: quire.kernels.triton.quantized.expert_hopper.USE_HOPPER",
+    )  # fmt: skip
     args = parser.parse_args()
+    for switch in args.without:
+        module, _, name = switch.rpartition(".")
+        owner = importlib.import_module(module)
+        if not isinstance(getattr(owner, name, None), bool):
+            parser.error(f"--without: {switch} is not a switch (True or False)")
+        setattr(owner, name, False)
     from quire import LLM
 
     fixed = {"load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": 4096, "seed": 0}

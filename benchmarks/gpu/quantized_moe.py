@@ -245,7 +245,7 @@ def describe(config: ExpertsConfig) -> str:
         if config.kernel in ("vector", "stream")
         else f"m{config.block_m}" + (" tma" if config.tma else "")
     )
-    text = f"scratch {text}" if config.kernel == "scratch" else text
+    text = f"{config.kernel} {text}" if config.kernel in ("scratch", "hopper") else text
     for block in (config.gate_up, config.down):
         text += f" | n{block.n} w{block.warps}" + (f" k{block.k} s{block.stages}" if block.k else "")
     return text
@@ -267,7 +267,7 @@ def explore(name: str, timer: Timer, tokens: int, deadline: float) -> tuple[Expe
         if time.perf_counter() > deadline and best is not None:
             break
         chosen: dict[str, GemmTile] = {}
-        if group.base.kernel == "scratch":
+        if group.base.kernel in ("scratch", "hopper"):
             us = timer.whole(group.base)
             print(f"  {name} {tokens:5} whole    {describe(group.base)}: {us:.1f} us", flush=True)
             if us < best_us:

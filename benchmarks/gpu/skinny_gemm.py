@@ -79,6 +79,9 @@ MODELS = {
     "Qwen2.5-0.5B": dense(24, 896, 14, 2, 64, 4864, 151936),
     "Qwen2.5-3B": dense(36, 2048, 16, 2, 128, 11008, 151936),
     "Qwen3-32B": dense(64, 5120, 64, 8, 128, 25600, 151936),
+    "Llama-3.1-8B's EAGLE-3 head": Model(
+        1, (GemmShape("linear", 4096, 3 * 4096), GemmShape("linear", 6144, 2 * 4096)), GemmShape("linear", 32000, 4096)
+    ),
 }
 
 

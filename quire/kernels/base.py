@@ -60,6 +60,10 @@ class Ops(Protocol):
         """(rms_norm(stream), stream)."""
         ...
 
+    def copy_stream(self, x: torch.Tensor | None, residual: torch.Tensor | None, out: torch.Tensor) -> None:
+        """Write the stream, residual + x, either of which may be None, to `out` [tokens, width]; neither is changed."""
+        ...
+
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         """silu(gate) * up, where gate_up is [tokens, 2 * width]: gate first, then up."""
         ...

@@ -54,6 +54,14 @@ class TorchOps:
         assert stream is not None
         return self.rms_norm(stream, gain, eps), stream
 
+    def copy_stream(self, x: torch.Tensor | None, residual: torch.Tensor | None, out: torch.Tensor) -> None:
+        if x is not None and residual is not None:
+            torch.add(x, residual, out=out)
+        else:
+            stream = x if residual is None else residual
+            assert stream is not None
+            out.copy_(stream)
+
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         gate, up = gate_up.float().chunk(2, dim=-1)
         return (F.silu(gate) * up).to(gate_up.dtype)

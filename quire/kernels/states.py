@@ -3,13 +3,16 @@
 A recurrent layer keeps two things for each row. The *state* of its recurrence: a matrix [key_dim, value_dim] float32
 for each head, one piece each (sums over keys are then mostly within a thread). The last inputs of its causal
 convolution, in a *ring*: the input of position p is in slot p % slots, in pieces of some channels [slots, channels of a
-piece]. With `queries` tokens a step the ring has taps - 1 + queries slots, so what a step writes never overlaps what it
-reads: programs that share channels need not wait for each other, and a ring is right after any prefix of a step's
-tokens.
+piece]. It has as many slots as the convolution has taps, so what a decode writes never overlaps what it reads: programs
+that share channels need not wait for each other.
+
+Rows that verify drafts leave states and rings as they are: which of their tokens count is known only after the step.
+`StateReplay` then brings the states up to date from small values that the step has kept.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -52,6 +55,38 @@ class States(Protocol):
     def write(self, part: int, tables: torch.Tensor, values: torch.Tensor) -> None: ...
 
 
+class StateReplay:
+    """Brings states up to date after a step that verifies drafts.
+
+    A recurrent layer updates the states of such rows token by token, as plain decodes do, to get its outputs, and does
+    not store them. It keeps what the update of each token needs, a few vectors, and adds here how to repeat it. The
+    runner makes one for each such step and commits it once after the draws, in the same graph; the step's tables,
+    query_starts and context_lens must still be the same.
+    """
+
+    def __init__(self) -> None:
+        self._commits: list[Callable[[torch.Tensor], None]] = []
+
+    def add(self, commit: Callable[[torch.Tensor], None]) -> None:
+        """`commit` updates the states of a layer by the first accepted [num_verifying] tokens of each row."""
+        self._commits.append(commit)
+
+    def copy(self) -> StateReplay:
+        """The same once more, for a forward pass that is captured once and run again."""
+        made = StateReplay()
+        made._commits = list(self._commits)
+        return made
+
+    def commit(self, accepted: torch.Tensor) -> None:
+        """Store the states after the first `accepted` tokens of each row that verifies drafts, and free what was kept.
+
+        accepted [num_verifying] int32, on the device, at most the row's tokens; 0: the row's state stays as it is.
+        """
+        commits, self._commits = self._commits, []
+        for commit in commits:
+            commit(accepted)
+
+
 class StepRows(Protocol):
     """`AttentionInputs` of the group that the layer's states belong to.
 
@@ -65,7 +100,11 @@ class StepRows(Protocol):
     num_rows: int
     num_tokens: int
     num_decodes: int
+    num_verifying: int
+    width: int
+    num_verified: int
     max_query_len: int
+    replay: StateReplay | None
     plans: dict[Any, Any]
 
     def own_tables(self, width: int) -> torch.Tensor: ...

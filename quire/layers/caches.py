@@ -50,6 +50,15 @@ class StateCache:
     """A recurrent state: a few tensors, whatever the number of tokens."""
 
     parts: tuple[StatePart, ...]
+    """The state of the recurrence, if there is one; then the ring of the convolution's inputs."""
+
+    @property
+    def replay_bytes(self) -> int:
+        """Bytes that are kept, at most, of a token whose update may have to be repeated (`StateReplay`): an input of
+        the convolution, and for each piece of the state two vectors whose product is added to it, and a factor."""
+        *states, ring = self.parts
+        vectors = sum(part.count * (sum(part.shape) + 1) * 4 for part in states)
+        return vectors + ring.count * ring.shape[-1] * ring.dtype.itemsize
 
 
 @dataclass(frozen=True)

@@ -63,13 +63,13 @@ def random_inputs(layer: DeltaNet | Mamba2 | ShortConv, tokens: int, dtype: torc
     return torch.randn(tokens, layer.in_width, device=layer.conv.device).to(dtype)
 
 
-def state_parts(layer: DeltaNet | Mamba2, dtype: torch.dtype, queries: int = 1) -> tuple[StatePart, StatePart]:
+def state_parts(layer: DeltaNet | Mamba2, dtype: torch.dtype) -> tuple[StatePart, StatePart]:
     if isinstance(layer, DeltaNet):
         heads, shape = layer.value_heads, (layer.key_dim, layer.value_dim)
     else:
         heads, shape = layer.heads, (layer.state_dim, layer.head_dim)
     piece = math.gcd(*shape)
-    ring = (len(layer.conv) - 1 + queries, piece)
+    ring = (len(layer.conv), piece)
     return StatePart(heads, shape, torch.float32), StatePart(layer.channels // piece, ring, dtype)
 
 

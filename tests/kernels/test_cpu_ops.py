@@ -110,6 +110,17 @@ def test_norms(ops: CpuOps, shape: tuple[int, int], dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_copies_of_the_stream_go_beside_each_other(ops: CpuOps, dtype: torch.dtype) -> None:
+    """Into columns of a wider matrix; neither part of the stream is changed."""
+    x, residual, out = (random(5, width, dtype=dtype) for width in (37, 37, 3 * 37))
+    parts = (x.clone(), residual.clone(), out[:, 37:74].clone())
+    ops.copy_stream(x, residual, out[:, :37])
+    ops.copy_stream(None, residual, out[:, 74:])
+    assert_near(out, torch.cat((parts[0].double() + parts[1].double(), parts[2], parts[1]), dim=-1))
+    assert x.equal(parts[0]) and residual.equal(parts[1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 1536), (3, 7), (100, 501)])
 def test_silu_mul(ops: CpuOps, shape: tuple[int, int], dtype: torch.dtype) -> None:
     gate_up = random(shape[0], 2 * shape[1], dtype=dtype) * 8

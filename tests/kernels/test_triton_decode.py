@@ -130,3 +130,40 @@ def test_slopes(window: int | None, cap: float | None) -> None:
     slopes = 2.0 ** -torch.arange(6, device=DEVICE)
     out = attend(case, 0.3, window, more=(cap, None, slopes))
     assert error(out, expected(case, 0.3, window, cap, None, slopes)) < 1e-5
+
+
+@pytest.mark.parametrize("heads, kv_heads", [(6, 2), (4, 4), (8, 1)])
+@pytest.mark.parametrize(
+    "window, cap, sunk, sloped", [(None, None, True, False), (24, 30.0, True, False), (None, 2.0, False, True)]
+)
+def test_rows_of_several_queries(
+    heads: int, kv_heads: int, window: int | None, cap: float | None, sunk: bool, sloped: bool
+) -> None:  # fmt: skip
+    """Rows of 1 to 5 queries, an ended one with more among them."""
+    widths, lens = [3, 1, 5, 20, 4, 2, 5], [130, 16, 33, 0, 70, 2, 5]
+    case = make_case(lens, heads, kv_heads, 32, 16, torch.float32)
+    starts = torch.tensor([0, *widths], device=DEVICE).cumsum(0).int()
+    q = torch.randn(sum(widths), heads, 32, device=DEVICE)
+    sinks = torch.randn(heads, device=DEVICE) * 3 if sunk else None
+    slopes = 2.0 ** -torch.arange(heads, device=DEVICE) if sloped else None
+    kept = torch.tensor([i for i, n in enumerate(lens) if n], device=DEVICE)
+    tokens = torch.cat([torch.arange(starts[i], starts[i + 1]) for i in kept.tolist()]).to(DEVICE)
+    inputs = AttentionInputs(
+        slots=torch.empty(0), query_starts=torch.tensor([0, *(widths[i] for i in kept)], device=DEVICE).cumsum(0).int(),
+        context_lens=case["lens"][kept], block_tables=case["tables"][case["rows"][kept]], num_rows=len(kept),
+        num_tokens=len(tokens), num_decodes=0, max_query_len=5, max_context_len=130,
+    )  # fmt: skip
+    wanted = TorchPagedAttention().attend(q[tokens], case["kv"], inputs, AttentionSpec(0.3, window, cap, sinks, slopes))
+    if window is not None:
+        for line, length, width in zip(case["rows"].tolist(), lens, widths, strict=True):
+            case["tables"][line, : max(0, length - width + 1 - window) // 16] = 1 << 20
+    kernel = DecodeAttention(heads, kv_heads, 32, 8, torch.float32, torch.device(DEVICE), tile=SMALL, queries=8)
+    out = torch.full((len(q), heads * 32), torch.nan, device=DEVICE)
+    for _ in range(2):
+        plan = kernel.plan(case["lens"], case["rows"], len(lens), window, None, starts)
+        out.fill_(torch.nan)
+        kernel.attend(
+            q, case["kv"], out, case["tables"], case["rows"], case["lens"], plan, len(lens), 0.3, window, None, cap,
+            sinks, slopes, starts,
+        )  # fmt: skip
+        assert error(out[tokens], wanted) < 1e-5 and out.isnan().any(1).sum() == 20

@@ -123,40 +123,50 @@ def test_prompts_with_known_contexts(earlier: list[int], monkeypatch: pytest.Mon
     case.check(backend.attend(case.q, case.latent, case.kv, case.up, case.inputs, case.scale))
 
 
-def decoded(case: Case, kernel: LatentDecode, queries: int) -> torch.Tensor:
-    """The case through the decode kernel, whose rows all have `queries` tokens."""
+def decoded(case: Case, kernel: LatentDecode) -> torch.Tensor:
+    """The case through the decode kernel."""
     case.inputs.num_decodes = 0
     inputs, rows, count, nope = case.inputs, case.inputs.rows, len(case.lens), case.shape.nope
     assert rows is not None
     plan = kernel.plan(inputs.context_lens, rows, count)
     absorbed = absorb(case.q, case.up, nope)
-    kernel.attend(case.q, absorbed, case.kv, inputs.block_tables, rows, inputs.context_lens, plan, case.scale)
-    out = torch.full((count * queries, case.heads * case.shape.value), float("nan"), dtype=HALF, device=DEVICE)
-    values_of_rows(absorbed, case.up, out, inputs.context_lens, plan, kernel, nope, count)
+    starts = inputs.query_starts if kernel.queries > 1 else None
+    kernel.attend(case.q, absorbed, case.kv, inputs.block_tables, rows, inputs.context_lens, plan, case.scale, starts)
+    out = torch.full((len(case.q), case.heads * case.shape.value), float("nan"), dtype=HALF, device=DEVICE)
+    values_of_rows(absorbed, case.up, out, inputs.context_lens, plan, kernel, nope, count, starts)
     return out
 
 
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("queries, heads", [(1, 16), (3, 5), (8, 10)])
 def test_several_queries_a_row(queries: int, heads: int, transposed: bool) -> None:
-    lens = [40, queries, 17, 33]
-    case = Case(lens, [queries] * 4, heads, SMALL, 16, HALF)
+    lens = [40, queries, 0, 17, 33]
+    case = Case(lens, [queries, queries, 9 if queries > 1 else 1, 1, max(1, queries - 1)], heads, SMALL, 16, HALF)
     tile = LatentTile(64 if ON_GPU else 16, 4, 1, 2, transposed)
     kernel = LatentDecode(heads, SMALL.nope, SMALL.rank, SMALL.rope, 8, HALF, torch.device(DEVICE), queries, tile)
-    case.check(decoded(case, kernel, queries))
+    case.check(decoded(case, kernel))
+
+
+def test_rows_that_verify_drafts_and_a_prompt() -> None:
+    case = Case([40, 5, 17, 33, 30], [3, 1, 5, 2, 12], 4, SMALL, 16, torch.float32)
+    inputs, backend = case.inputs, TritonLatentAttention(4, SMALL)
+    inputs.num_decodes, inputs.num_verifying, inputs.num_verified, inputs.width = 0, 4, 11, 5
+    backend.prepare(case.kv, inputs)
+    assert "latent" in inputs.plans
+    case.check(backend.attend(case.q, case.latent, case.kv, case.up, inputs, case.scale))
 
 
 @pytest.mark.skipif(not ON_GPU or torch.cuda.get_device_capability()[0] != 9, reason="Gluon has no interpreter")
 @pytest.mark.parametrize("queries, heads", [(1, 128), (1, 40), (1, 16), (2, 16), (3, 8), (8, 128)])
 def test_the_kernels_for_hopper(queries: int, heads: int) -> None:
     lens = [4000, queries, 700, 1024]
-    case = Case(lens, [queries] * 4, heads, DEEPSEEK, 16, HALF)
+    case = Case(lens, [queries, queries, 1, queries], heads, DEEPSEEK, 16, HALF)
     tile = LatentTile(64, 8, 2, gluon=True)
     if heads * queries <= 32:
         tile = LatentTile(64, 4, 2, transposed=True, gluon=True)
     kernel = LatentDecode(heads, 128, 512, 64, 8, HALF, torch.device(DEVICE), queries, tile)
     for _ in range(2):
-        case.check(decoded(case, kernel, queries))
+        case.check(decoded(case, kernel))
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
@@ -178,9 +188,10 @@ def test_cache_entries_and_rotated_queries(dtype: torch.dtype, interleaved: bool
         torch.testing.assert_close(ours, theirs, rtol=2e-3, atol=2e-3 if dtype == HALF else 1e-5)
 
 
-def test_every_program_gets_tiles_of_one_long_row() -> None:
+def test_one_long_row_is_dealt_evenly_to_all_programs() -> None:
     kernel = LatentDecode(16, 24, 48, 16, 8, HALF, torch.device(DEVICE))
     lens, rows = (torch.tensor([n], dtype=torch.int32, device=DEVICE) for n in (64 * 1024, 0))
     plan = kernel.plan(lens, rows, 1)
     entries = plan.ranges[latent_decode.HEADER :].view(-1, latent_decode.ENTRY)[: kernel.programs]
-    assert (entries[:, 3] > 0).all() and int(entries[:, 3].sum()) == 64 * 1024 // kernel.tile.tokens
+    tiles = 64 * 1024 // kernel.tile.tokens
+    assert int(entries[:, 3].sum()) == tiles and int(entries[:, 3].max()) == -(-tiles // kernel.programs)

@@ -47,26 +47,25 @@ def states_of(view: Any, tables: torch.Tensor) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", list(LAYERS))
-@pytest.mark.parametrize("queries", [1, 3])
-def test_decodes(name: str, queries: int) -> None:
+def test_decodes(name: str) -> None:
     layer = LAYERS[name]()
     is_delta = name.startswith("delta")
-    parts = state_parts(layer, torch.float32, queries)
+    parts = state_parts(layer, torch.float32)
     view, tables = random_states(parts, 4, 4112, DEVICE)
     # One in the middle, one within the taps of its begin, one that begins, and a padding row.
-    counts, contexts = [queries] * 4, [40, queries + 1, queries, 0]
+    counts, contexts = [1] * 4, [40, 2, 1, 0]
     tables[3] = 0
-    step = step_of(tables, counts, contexts, in_batch=queries == 1)
+    step = step_of(tables, counts, contexts, in_batch=True)
     x = random_inputs(layer, sum(counts), torch.float32)
     expected_view = copied(view)
     reference = reference_states.delta_net if is_delta else reference_states.mamba2
     expected = reference(x, layer, expected_view, step)
     out = torch.full_like(expected, torch.nan)
-    assert decode.rows_of(layer, view, step) == (4, queries == 1)
+    assert decode.rows_of(step) == (4, True)
     kernel = decode.delta_net_decode if is_delta else decode.mamba2_decode
-    kernel(x, layer, view, step, out, 4, single=queries == 1)
+    kernel(x, layer, view, step, out, 4)
     assert_near(out, expected)
-    assert (out[3 * queries :] == 0).all()
+    assert (out[3:] == 0).all()
     for ours, theirs in zip(states_of(view, tables[:3]), states_of(expected_view, tables[:3]), strict=True):
         assert_near(ours, theirs)
 

@@ -12,6 +12,7 @@ import torch
 
 from tests.kernels.triton_target import DEVICE, HALF, ON_GPU  # isort: skip  # before any kernel
 
+from quire.kernels.philox import uniform
 from quire.kernels.triton.sampling import (
     INVALID,
     STOPPED,
@@ -23,7 +24,7 @@ from quire.kernels.triton.sampling import (
 )
 from quire.messages.sampling import COLUMN, PENALTIES, SamplingParams
 from quire.worker.extras import ScalarColumns, pack_scalars
-from quire.worker.sampler import filter_logits, uniform
+from quire.worker.sampler import filter_logits
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 SMALL = {"group": 8, "tile": 32, "room": 64}

@@ -28,6 +28,7 @@ FOLDS = [
 
 # Small enough for the interpreter: 40 outputs and 96 inputs are not multiples of any block.
 VECTOR = GemmConfig("vector", 4, warps=2)
+DIRECT = GemmConfig("direct", 16, block_m=8, warps=1, stages=2)
 DOT = GemmConfig("dot", 16, block_m=32, block_k=32, warps=2, stages=2)
 TILE = GemmConfig("tile", 64 if ON_GPU else 16, block_m=32, block_k=64 if ON_GPU else 32, warps=4, stages=3)
 
@@ -101,6 +102,15 @@ def test_any_number_of_rows(config: GemmConfig, rows: int, dtype: torch.dtype) -
 
 
 @pytest.mark.parametrize("silu", [False, True])
+@pytest.mark.parametrize("rows", [1, 5, 8, 11])
+def test_weights_go_directly_into_operands(rows: int, silu: bool) -> None:
+    """Of many chunks, of a few, of part of one; with a program for each tile, and with one for all."""
+    for warps, stages, k, programs in ((1, 2, 320, 0), (2, 3, 200, 0), (4, 4, 512, 0), (1, 2, 320, 1), (2, 4, 200, 1)):
+        config = GemmConfig("direct", 16, 8 if rows <= 8 else 16, warps=warps, stages=stages, programs=programs)
+        check(config, rows, HALF, False, False, silu, bias=programs > 0, n=72, k=k)
+
+
+@pytest.mark.parametrize("silu", [False, True])
 def test_few_programs_loop_over_many_outputs(silu: bool) -> None:
     for rows in (1, 3):
         check(replace(VECTOR, block_n=2, programs=1), rows, HALF, True, True, silu, True)
@@ -108,7 +118,9 @@ def test_few_programs_loop_over_many_outputs(silu: bool) -> None:
 
 @pytest.mark.skipif(not ON_GPU, reason="when the next kernel starts is the card's business")
 def test_the_next_kernel_may_start_early() -> None:
-    check(replace(VECTOR, early=True), 1, HALF, True, True, True, True)
+    for config in (VECTOR, DIRECT):
+        norm = config is VECTOR
+        check(replace(config, early=True), 1, HALF, norm, norm, True, True)
 
 
 @pytest.mark.parametrize("dtype", [HALF, torch.float32], ids=str)
@@ -136,9 +148,15 @@ def test_a_norm_needs_whole_tiles() -> None:
         skinny_norm_linear(x, None, x[0], EPS, weight, config=replace(TILE, split=2))
 
 
+def test_a_norm_is_not_fused_with_direct_loads() -> None:
+    x, weight = random(4, 96).to(HALF), random(40, 96).to(HALF)
+    with pytest.raises(ValueError, match="does not fuse a norm"):
+        skinny_norm_linear(x, None, x[0], EPS, weight, config=DIRECT)
+
+
 def test_too_many_rows_are_refused() -> None:
     x, weight = random(40, 96).to(HALF), random(40, 96).to(HALF)
-    for config in (VECTOR, DOT):
+    for config in (VECTOR, DIRECT, DOT):
         with pytest.raises(ValueError, match="not 40"):
             skinny_linear(x, weight, config=config)
 
@@ -153,5 +171,6 @@ def test_too_many_rows_are_refused() -> None:
 def test_the_likeliest_candidates(shape: GemmShape, rows: int) -> None:
     """benchmarks/gpu/skinny_gemm.py checks all of them."""
     bucket = 1 << (rows - 1).bit_length()
-    for config in candidates(shape, bucket, HALF, current_gpu())[:3]:
+    found = candidates(shape, bucket, HALF, current_gpu())
+    for config in [*found[:3], *(config for config in found if config.kernel == "direct")][:5]:
         check(config, rows, HALF, shape.norm, shape.norm, shape.silu, False, shape.n, shape.k)

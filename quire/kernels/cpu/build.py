@@ -31,7 +31,7 @@ from quire.paths import cache_dir
 logger = logging.getLogger(__name__)
 
 _FOLDER = Path(__file__).parent
-_SOURCES = ("attention.cpp", "elementwise.cpp", "experts.cpp", "linear.cpp", "replay.cpp")
+_SOURCES = ("attention.cpp", "elementwise.cpp", "experts.cpp", "linear.cpp", "ngram.cpp", "replay.cpp")
 _HEADERS = ("outer.h", "simd.h")
 # Contraction makes a * b + c one fused multiply-add, which the kernels rely on; -ffast-math would lose NaN.
 _FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-fPIC")
@@ -42,8 +42,10 @@ _QUIET = ("-fvisibility=hidden", "-w")
 _LAYOUTS = {
     "linear": "10q",
     "attend": "18qddq",
+    "ngram": "15q",
     "rms_norm": "6qdq",
     "add_rms_norm": "8qdq",
+    "copy_stream": "9q",
     "silu_mul": "6q",
     "prepare_qkv": "16qdq",
     "embedding": "6q",
@@ -51,8 +53,10 @@ _LAYOUTS = {
     "experts": "13q",
 }
 # Calls of about a microsecond keep the GIL: after releasing it, reacquiring can take a whole switch interval.
-_HOLD_GIL = {"rms_norm", "add_rms_norm", "silu_mul", "prepare_qkv", "embedding", "route"}
+_HOLD_GIL = {"ngram", "rms_norm", "add_rms_norm", "copy_stream", "silu_mul", "prepare_qkv", "embedding", "route"}
 _SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}
+_TOKEN_KERNELS = {"ngram"}
+"""Kernels over token ids, in int32."""
 
 
 Kernel = tuple[Callable[[bytes], None], Callable[..., bytes]]
@@ -95,7 +99,8 @@ class Library:
         handle = self._holding if name in _HOLD_GIL else self._releasing
         pack = struct.Struct(_LAYOUTS[name]).pack
         kernels: dict[torch.dtype, Kernel] = {}
-        for dtype, suffix in _SUFFIXES.items():
+        suffixes = {torch.int32: "i32"} if name in _TOKEN_KERNELS else _SUFFIXES
+        for dtype, suffix in suffixes.items():
             run = handle[f"quire_{name}_{suffix}"]
             run.argtypes, run.restype = [ctypes.c_char_p], None
             kernels[dtype] = (run, pack)

@@ -2,7 +2,7 @@
 // arithmetic is float32 throughout. Bytes, with R rows of W numbers of size s:
 //   rms_norm      2 R W s           add_rms_norm  4 R W s (x, residual in; residual, result out)
 //   silu_mul      3 R W s           prepare_qkv   2 R (H + 2 KV) D s + one line of cosines per token
-//   embedding     2 R W s
+//   embedding     2 R W s           copy_stream   3 R W s
 // A row is always computed by one thread in one order: its bits do not depend on the batch.
 #include <cmath>
 
@@ -83,6 +83,27 @@ void add_rms_norm(const AddRmsNorm<T>& c) {
         T* sums = c.residual + row * c.residual_stride;
         sweep(c.width, [&](int64_t i, auto load, auto store) FORCED { store(sums + i, load(sums + i) + load(x + i)); });
         scale_row(sums, c.weight, c.out + row * c.width, c.width, inverse_rms(sums, c.width, c.eps));
+    });
+}
+
+template <class T>
+struct CopyStream {
+    const T *x, *addend;  // addend may be null
+    T* out;
+    int64_t rows, width, x_stride, addend_stride, out_stride, threads;
+};
+
+template <class T>
+void copy_stream(const CopyStream<T>& c) {
+    for_rows(c.rows, c.width, c.threads, [&](int64_t row) {
+        const T* x = c.x + row * c.x_stride;
+        T* out = c.out + row * c.out_stride;
+        if (!c.addend) {
+            std::memcpy(out, x, c.width * sizeof(T));
+            return;
+        }
+        const T* addend = c.addend + row * c.addend_stride;
+        sweep(c.width, [&](int64_t i, auto load, auto store) FORCED { store(out + i, load(x + i) + load(addend + i)); });
     });
 }
 
@@ -185,6 +206,7 @@ void embedding(const Embedding<T>& c) {
     EXPORT void quire_##name##_bf16(const Call<bf16>* call) { name(*call); }
 BOTH(rms_norm, RmsNorm)
 BOTH(add_rms_norm, AddRmsNorm)
+BOTH(copy_stream, CopyStream)
 BOTH(silu_mul, SiluMul)
 BOTH(prepare_qkv, PrepareQkv)
 BOTH(embedding, Embedding)

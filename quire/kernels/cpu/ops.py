@@ -32,6 +32,7 @@ class CpuOps(TorchOps):
         self._linear = kernel("linear")
         self._rms_norm = kernel("rms_norm")
         self._add_rms_norm = kernel("add_rms_norm")
+        self._copy_stream = kernel("copy_stream")
         self._silu_mul = kernel("silu_mul")
         self._prepare_qkv = kernel("prepare_qkv")
         self._embedding = kernel("embedding")
@@ -102,6 +103,18 @@ class CpuOps(TorchOps):
         pointers = (x.data_ptr(), residual.data_ptr(), weight.data_ptr(), out.data_ptr())
         run(pack(*pointers, rows, width, x.stride(0), residual.stride(0), eps, torch.get_num_threads()))
         return out, residual
+
+    def copy_stream(self, x: torch.Tensor | None, residual: torch.Tensor | None, out: torch.Tensor) -> None:
+        parts = [part for part in (residual, x) if part is not None]
+        kernel = self._copy_stream.get(out.dtype)
+        if kernel is None or any(part.dtype != out.dtype or part.stride(1) != 1 for part in (*parts, out)):
+            return super().copy_stream(x, residual, out)
+        run, pack = kernel
+        first, second = parts[0], parts[-1]
+        pointers = (first.data_ptr(), 0 if len(parts) < 2 else second.data_ptr(), out.data_ptr())
+        strides = (first.stride(0), second.stride(0), out.stride(0))
+        run(pack(*pointers, *out.shape, *strides, torch.get_num_threads()))
+        return None
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         kernel = self._silu_mul.get(gate_up.dtype)

@@ -23,7 +23,7 @@ softmax then continues from the state that kernel wrote, at the row's first tile
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -39,8 +39,8 @@ PLANNED_AT_ONCE = 32
 HEADER = 8
 """Integers before a plan's entries; the first is the number of tiles per program."""
 ENTRY = 8
-"""Integers of an entry: row, KV head, tile, number of tiles, the row's length, its line in the block tables, and the
-tokens of its prefix to skip; padding."""
+"""Integers of an entry: row, KV head, tile, number of tiles, the row's length, its line in the block tables; then the
+tokens of its prefix to skip or, with several queries a row, its first query token; and the number of these."""
 
 
 @dataclass(frozen=True)
@@ -59,10 +59,15 @@ class DecodeTile:
 
 
 @functools.cache
-def decode_tile(head_dim: int, itemsize: int, quantized: bool = False) -> DecodeTile:
-    """The tile shape for a head size; found with benchmarks/gpu/decode_attention.py and kv_formats.py on an H200."""
+def decode_tile(head_dim: int, itemsize: int, quantized: bool = False, queries: int = 16) -> DecodeTile:
+    """The tile shape for a head size; found with benchmarks/gpu/decode_attention.py and kv_formats.py on an H200.
+
+    `queries`: rows of the tile's products, query tokens times heads of a group.
+    """
     if INTERPRETED:
         return DecodeTile(16, 4, 1, 2)
+    if queries > 32:  # four warps have the registers for their sums
+        return DecodeTile(64 if quantized else 32, 4, 3, 2, min_tiles=1 if quantized else 2)
     if quantized and head_dim * itemsize <= 256:
         return DecodeTile(64, 2, 4, 4, min_tiles=1)
     if head_dim * itemsize > 256:
@@ -91,11 +96,14 @@ def _skipped_tokens(shared, line, length, mask, TILE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_rows"])
 def plan_ranges(
-    lens, rows, shared, plan, num_rows, programs, WINDOW: tl.constexpr, KV_HEADS: tl.constexpr, TILE: tl.constexpr,
-    ROWS: tl.constexpr, AT_ONCE: tl.constexpr, MIN_TILES: tl.constexpr, SHARED: tl.constexpr,
-    PDL: tl.constexpr,
+    lens, rows, shared, starts, plan, num_rows, programs, WINDOW: tl.constexpr, KV_HEADS: tl.constexpr,
+    TILE: tl.constexpr, ROWS: tl.constexpr, AT_ONCE: tl.constexpr, MIN_TILES: tl.constexpr, SHARED: tl.constexpr,
+    RAGGED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """For each program of an attention kernel: the row, head and tile its range begins at, and its number of tiles."""
+    """For each program of an attention kernel: the row, head and tile its range begins at, and its number of tiles.
+
+    RAGGED: rows have several query tokens, row i those from starts[i] to before starts[i + 1].
+    """
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -103,7 +111,11 @@ def plan_ranges(
     length = tl.load(lens + index, mask=index < num_rows, other=0)
     tiles = (length + TILE - 1) // TILE
     if WINDOW > 0:
-        tiles -= tl.maximum(length - WINDOW, 0) // TILE
+        before = length - WINDOW
+        if RAGGED:
+            first = tl.load(starts + index, mask=index < num_rows, other=0)
+            before -= tl.load(starts + index + 1, mask=index < num_rows, other=0) - first - 1
+        tiles -= tl.maximum(before, 0) // TILE
     if SHARED:
         own_line = tl.load(rows + index, mask=index < num_rows, other=0)
         tiles -= _skipped_tokens(shared, own_line, length, index < num_rows, TILE) // TILE
@@ -135,6 +147,10 @@ def plan_ranges(
     tl.store(entry + 5, line)
     if SHARED:
         tl.store(entry + 6, _skipped_tokens(shared, line, length, here, TILE))
+    if RAGGED:
+        first = tl.load(starts + row, mask=here, other=0)
+        tl.store(entry + 6, first)
+        tl.store(entry + 7, tl.load(starts + row + 1, mask=here, other=0) - first)
     if tl.program_id(0) == 0:
         tl.store(plan, each)
 
@@ -184,12 +200,22 @@ def _fetch(keys, table, begin, end, stride_block, stride_half, BLOCK: tl.constex
 
 
 @triton.jit
-def _lines(row, head, g, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, QUERIES: tl.constexpr):
-    """Indices in [tokens, heads] of a row's queries for a KV head: g is query * GROUP + head of the group."""
+def _lines(first, head, g, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, QUERIES: tl.constexpr):
+    """Indices in [tokens, heads] of a row's queries for a KV head, from its token `first` on: g is query * GROUP + head
+    of the group."""
     if QUERIES == 1:
-        return (row * KV_HEADS + head).to(tl.int64) * GROUP + g
+        return (first * KV_HEADS + head).to(tl.int64) * GROUP + g
     else:  # noqa: RET505 (a compile-time branch)
-        return ((row * QUERIES + g // GROUP).to(tl.int64) * KV_HEADS + head) * GROUP + g % GROUP
+        return ((first + g // GROUP).to(tl.int64) * KV_HEADS + head) * GROUP + g % GROUP
+
+
+@triton.jit
+def _lowest(length, queries, WINDOW: tl.constexpr):
+    """The first token that one of a row's last `queries` tokens sees."""
+    low = 0
+    if WINDOW > 0:
+        low = tl.maximum(length - (WINDOW + queries - 1), 0)
+    return low
 
 
 @triton.jit
@@ -201,38 +227,43 @@ def merge_partials(partial, stats, first, last, GROUP: tl.constexpr, GROUP_P2: t
     best = tl.full([GROUP_P2], float("-inf"), tl.float32)
     weight = tl.zeros([GROUP_P2], tl.float32)
     total = tl.zeros([GROUP_P2, DIM_P2], tl.float32)
+    own = g < GROUP
+    inside = own[:, None] & (d < DIM)[None, :]
     for start in range(first, last + 1, PARTS):
-        part = start + tl.arange(0, PARTS)
-        slot = part * 2 + (part == first).to(tl.int32)  # the first program has this row at the end of its range
-        there = (part <= last)[:, None] & (g < GROUP)[None, :]
-        at = slot[:, None] * (2 * GROUP) + g[None, :]
-        high = tl.load(stats + at, mask=there, other=float("-inf"), cache_modifier=".cg")
-        mass = tl.load(stats + at + GROUP, mask=there, other=0.0, cache_modifier=".cg")
-        values = tl.load(
-            partial + (slot[:, None, None] * GROUP + g[None, :, None]) * DIM + d[None, None, :],
-            mask=there[:, :, None] & (d < DIM)[None, None, :], other=0.0, cache_modifier=".cg",
-        )  # fmt: skip
-        new_best = tl.maximum(best, tl.max(high, 0))
-        safe = tl.where(new_best == float("-inf"), 0.0, new_best)
-        keep = tl.exp2(best - safe)
-        share = tl.exp2(high - safe[None, :])
-        weight = weight * keep + tl.sum(share * mass, 0)
-        total = total * keep[:, None] + tl.sum(share[:, :, None] * values, 0)
-        best = new_best
+        # One after another, which the compiler unrolls: their loads overlap, and nothing is summed across threads.
+        for i in tl.static_range(PARTS):
+            part = start + i
+            there = part <= last
+            slot = part * 2 + (part == first).to(tl.int32)  # the first program has this row at the end of its range
+            at = slot * (2 * GROUP) + g
+            high = tl.load(stats + at, mask=own & there, other=float("-inf"), cache_modifier=".cg")
+            mass = tl.load(stats + at + GROUP, mask=own & there, other=0.0, cache_modifier=".cg")
+            values = tl.load(partial + (slot * GROUP + g[:, None]) * DIM + d[None, :], mask=inside & there, other=0.0,
+                             cache_modifier=".cg")  # fmt: skip
+            new_best = tl.maximum(best, high)
+            safe = tl.where(new_best == float("-inf"), 0.0, new_best)
+            keep = tl.exp2(best - safe)
+            share = tl.exp2(high - safe)
+            weight = weight * keep + share * mass
+            total = total * keep[:, None] + share[:, None] * values
+            best = new_best
     return best, weight, total
 
 
 @triton.jit
 def _decode(
-    q, kv, out, tables, rows, lens, plan, partial, stats, counters, shared, seen_sums, seen_stats, sinks, slopes,
-    scale, stride_q, stride_block, stride_half, stride_head, stride_table, scales,
+    q, kv, out, tables, rows, lens, starts, plan, partial, stats, counters, shared, seen_sums, seen_stats, sinks,
+    slopes, scale, stride_q, stride_block, stride_half, stride_head, stride_table, scales,
     WINDOW: tl.constexpr, CAP: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr, OWN_P2: tl.constexpr,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_P2: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
     PARTS: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, SHARED: tl.constexpr, CODES: tl.constexpr,
     TOKEN_SCALES: tl.constexpr, VALUES: tl.constexpr, FAST: tl.constexpr, MIXED: tl.constexpr, AHEAD: tl.constexpr,
     FETCHED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A program's range of tiles, segment by segment; a segment is the part of the range in one row and KV head."""
+    """A program's range of tiles, segment by segment; a segment is the part of the range in one row and KV head.
+
+    QUERIES: most query tokens of a row. 1: row i's is token i; else they are starts[i] to before starts[i + 1].
+    """
     # tl.dot needs at least 16 rows; the row's queries of a group (OWN) fill some of them.
     OWN: tl.constexpr = GROUP * QUERIES
     M: tl.constexpr = 16 if OWN_P2 < 16 else OWN_P2
@@ -248,12 +279,13 @@ def _decode(
     skipped = 0
     if SHARED:
         skipped = tl.load(entry + 6)
+    if QUERIES > 1:
+        own_first = tl.load(entry + 6)
+        own_queries = tl.load(entry + 7)
     WIDTH: tl.constexpr = DIM // 2 if CODES else DIM  # elements of a token's keys: of a cache in few bits, pairs
     if AHEAD:
         if count > 0:
-            low = 0
-            if WINDOW > 0:
-                low = tl.maximum(length - (WINDOW + QUERIES - 1), 0)
+            low = _lowest(length, 1 if QUERIES == 1 else own_queries, WINDOW)
             if SHARED:
                 low = skipped
             _fetch(kv + head.to(tl.int64) * stride_head, tables + line.to(tl.int64) * stride_table,
@@ -267,9 +299,10 @@ def _decode(
     d = tl.arange(0, DIM_P2)
     in_dim = d < DIM
     while count > 0:
-        low = 0
-        if WINDOW > 0:
-            low = tl.maximum(length - (WINDOW + QUERIES - 1), 0)
+        first, queries = row, 1
+        if QUERIES > 1:
+            first, queries = own_first, own_queries
+        low = _lowest(length, queries, WINDOW)
         if SHARED:
             low = skipped
         first_tile = low // TILE
@@ -277,6 +310,7 @@ def _decode(
         take = tl.minimum(count, tiles - tile)
         # The segment after this one is looked up now, so that nothing waits for it.
         next_row, next_head, next_length, next_line, next_skipped = row, head + 1, length, line, skipped
+        next_first, next_queries = first, queries
         goes_on = count > take
         if next_head == KV_HEADS:
             next_head = 0
@@ -288,23 +322,24 @@ def _decode(
             next_line = tl.load(rows + next_row, mask=goes_on, other=0).to(tl.int32)
             if SHARED:
                 next_skipped = _skipped_tokens(shared, next_line, next_length, goes_on, TILE)
+            if QUERIES > 1:
+                next_first = tl.load(starts + next_row, mask=goes_on, other=0)
+                next_queries = tl.load(starts + next_row + 1, mask=goes_on, other=0) - next_first
         if AHEAD:
             if goes_on:
-                low_ahead = 0
-                if WINDOW > 0:
-                    low_ahead = tl.maximum(next_length - (WINDOW + QUERIES - 1), 0)
+                low_ahead = _lowest(next_length, next_queries, WINDOW)
                 if SHARED:
                     low_ahead = next_skipped
                 _fetch(kv + next_head.to(tl.int64) * stride_head, tables + next_line.to(tl.int64) * stride_table,
                        low_ahead // TILE * TILE, next_length, stride_block, stride_half, BLOCK, WIDTH, FETCHED,
                        AHEAD)  # fmt: skip
         table = tables + line.to(tl.int64) * stride_table
-        is_query = g < OWN
-        lines = _lines(row, head, g, GROUP, KV_HEADS, QUERIES)
+        is_query = g < GROUP * queries
+        lines = _lines(first, head, g, GROUP, KV_HEADS, QUERIES)
         if QUERIES == 1:
             query = q + row.to(tl.int64) * stride_q + (head * GROUP + g[:, None]) * DIM
         else:
-            token = (row * QUERIES + g // GROUP).to(tl.int64)
+            token = (first + g // GROUP).to(tl.int64)
             query = q + (token * stride_q + (head * GROUP + g % GROUP) * DIM)[:, None]
         factor = scale
         if CODES:
@@ -346,7 +381,7 @@ def _decode(
             block = tl.load(table + position // BLOCK, mask=seen, other=0).to(tl.int64)
             visible = seen[None, :]
             if QUERIES > 1:
-                own_position = (length - QUERIES + g // GROUP)[:, None]
+                own_position = (length - queries + g // GROUP)[:, None]
                 visible = visible & (position[None, :] <= own_position)
                 if WINDOW > 0:
                     visible = visible & (position[None, :] > own_position - WINDOW)
@@ -413,14 +448,14 @@ def _decode(
             tl.store(partial + (slot * OWN + g[:, None]) * DIM + d[None, :], acc,
                      mask=is_query[:, None] & in_dim[None, :])  # fmt: skip
             segment = start_tile - tile
-            first = segment // each
+            earliest = segment // each
             last = (segment + tiles - 1) // each
             tl.debug_barrier()  # all threads must have written before one counts the arrival
             counter = counters + row * KV_HEADS + head
             arrived = tl.atomic_add(counter, 1)
-            if arrived == last - first:
+            if arrived == last - earliest:
                 tl.store(counter, 0)
-                high, mass, merged = merge_partials(partial, stats, first, last, OWN, OWN_P2,
+                high, mass, merged = merge_partials(partial, stats, earliest, last, OWN, OWN_P2,
                                                     DIM, DIM_P2, PARTS)  # fmt: skip
                 h = tl.arange(0, OWN_P2)
                 if sinks is not None:
@@ -428,13 +463,15 @@ def _decode(
                 merged = merged / tl.where(mass == 0.0, 1.0, mass)[:, None]
                 if CODES:
                     merged = merged * value_scale
-                merged_lines = _lines(row, head, h, GROUP, KV_HEADS, QUERIES)
+                merged_lines = _lines(first, head, h, GROUP, KV_HEADS, QUERIES)
                 tl.store(out + merged_lines[:, None] * DIM + d[None, :], merged.to(out.dtype.element_ty),
-                         mask=(h < OWN)[:, None] & in_dim[None, :])  # fmt: skip
+                         mask=(h < GROUP * queries)[:, None] & in_dim[None, :])  # fmt: skip
         start_tile += take
         count -= take
         tile = 0
         row, head, length, line, skipped = next_row, next_head, next_length, next_line, next_skipped
+        if QUERIES > 1:
+            own_first, own_queries = next_first, next_queries
 
 
 class DecodeAttention:
@@ -444,14 +481,16 @@ class DecodeAttention:
         self, heads: int, kv_heads: int, head_dim: int, max_rows: int, dtype: torch.dtype, device: torch.device,
         tile: DecodeTile | None = None, quantized: bool = False, queries: int = 1,
     ) -> None:  # fmt: skip
-        """`dtype`: of queries, keys and values; `quantized`: keys and values are stored in few bits; `queries`: query
-        tokens of every row, the last of its context, 1 to 8."""
+        """`dtype`: of queries, keys and values; `quantized`: keys and values are stored in few bits; `queries`: most
+        query tokens of a row, the last of its context, 1 to 8. With more than one, rows may have different numbers."""
         self._kv_heads = kv_heads
         self._group = heads // kv_heads
-        self._queries = queries
+        self.queries = queries
         own = self._group * queries
         own_p2 = triton.next_power_of_2(own)
-        self._tile = tile or decode_tile(head_dim, dtype.itemsize, quantized)
+        self._tile = tile or decode_tile(head_dim, dtype.itemsize, quantized, own_p2 if queries > 1 else 16)
+        if tile is None and queries > 1:  # partial results are larger: fewer of them
+            self._tile = replace(self._tile, min_tiles=2 * self._tile.min_tiles)
         self._rows = max(16, triton.next_power_of_2(max_rows))
         self._programs = num_sms() * self._tile.programs
         self._planned = -(-self._programs // PLANNED_AT_ONCE) * PLANNED_AT_ONCE
@@ -467,7 +506,7 @@ class DecodeAttention:
             DIM=head_dim,
             DIM_P2=max(32 if quantized else 16, triton.next_power_of_2(head_dim)),
             TILE=self._tile.tokens,
-            PARTS=(8 if own <= 4 else 4) if queries == 1 else max(1, 32 // own_p2),
+            PARTS=(8 if own <= 4 else 4) if queries == 1 else _merged_at_once(own_p2 * head_dim, self._tile.warps),
             PRECISION="ieee" if dtype == torch.float32 else "tf32",
             STAGES=self._tile.stages,
             AHEAD=self._tile.ahead,
@@ -483,11 +522,13 @@ class DecodeAttention:
 
     def plan(
         self, lens: torch.Tensor, rows: torch.Tensor, num_rows: int, window: int | None,
-        shared: torch.Tensor | None = None,
+        shared: torch.Tensor | None = None, starts: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """The ranges of the programs, for rows of these lengths [num_rows] int32: one small kernel per step.
 
         `shared`: as in `PrefixState`, if `attend` will get one; the window must be None then.
+        `starts` [num_rows + 1] int32, for a kernel of several queries a row: row i's are tokens starts[i] to before
+        starts[i + 1]. Rows of length 0 may have any number of them, others at least one.
 
         Lengths count the row's own query tokens. Another kernel must be launched between this and `attend`, which reads
         the plan before its `gdc_wait`.
@@ -495,10 +536,10 @@ class DecodeAttention:
         plan = torch.empty(HEADER + ENTRY * self._planned, dtype=torch.int32, device=lens.device)
         width = min(self._rows, 32 if num_rows <= 32 else 256 if num_rows <= 256 else self._rows)
         plan_ranges[(self._planned // PLANNED_AT_ONCE,)](
-            lens, rows, lens if shared is None else shared, plan, num_rows, self._programs,
-            WINDOW=window + self._queries - 1 if window else 0,
+            lens, rows, lens if shared is None else shared, lens if starts is None else starts, plan, num_rows,
+            self._programs, WINDOW=window or 0,
             KV_HEADS=self._kv_heads, TILE=self._tile.tokens, ROWS=width, AT_ONCE=PLANNED_AT_ONCE,
-            MIN_TILES=self._tile.min_tiles, SHARED=shared is not None, num_warps=4, **pdl(),
+            MIN_TILES=self._tile.min_tiles, SHARED=shared is not None, RAGGED=starts is not None, num_warps=4, **pdl(),
         )  # fmt: skip
         return plan
 
@@ -506,13 +547,13 @@ class DecodeAttention:
         self, q: torch.Tensor, kv: LayerKV, out: torch.Tensor, tables: torch.Tensor, rows: torch.Tensor,
         lens: torch.Tensor, plan: torch.Tensor, num_rows: int, scale: float, window: int | None,
         prefix: PrefixState | None = None, soft_cap: float | None = None, sinks: torch.Tensor | None = None,
-        slopes: torch.Tensor | None = None,
+        slopes: torch.Tensor | None = None, starts: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
         """Attention of the first `num_rows` rows' tokens in q, row after row, into the same rows of `out`; rows of
         length 0 are skipped.
 
-        `prefix`: the state after the shared prefix; the plan must have been made with its `shared`. Scale, window, soft
-        cap, sinks and slopes as in `AttentionSpec`.
+        `prefix`: the state after the shared prefix; the plan must have been made with its `shared`, or with `starts`.
+        Scale, window, soft cap, sinks and slopes as in `AttentionSpec`.
         q [*, heads, head_dim], heads contiguous; kv one layer's cache; row i's blocks are tables[rows[i]].
         """
         codes = kv.pairs if isinstance(kv, QuantizedKV) else kv
@@ -520,12 +561,28 @@ class DecodeAttention:
         seen = (lens, self._partial, self._stats) if prefix is None else (prefix.shared, prefix.sums, prefix.stats)
         factor, cap = score_arguments(scale, soft_cap)
         _decode[(self._programs,)](
-            q, codes, out, tables, rows, lens, plan, self._partial, self._stats, self._counters, *seen, sinks, slopes,
-            factor,
-            q.stride(0), stride_block, stride_half, stride_head, tables.stride(0),
+            q, codes, out, tables, rows, lens, lens if starts is None else starts, plan, self._partial, self._stats,
+            self._counters, *seen, sinks, slopes, factor, q.stride(0), stride_block, stride_half, stride_head,
+            tables.stride(0),
             WINDOW=window or 0, CAP=cap, BLOCK=kv.shape[3], SHARED=prefix is not None,
             MIXED=isinstance(kv, QuantizedKV) and kv.mixed, **read_arguments(kv), **self._constants,
         )  # fmt: skip
+
+
+def verified_queries(group: int, width: int) -> int | None:
+    """The `queries` of the kernel that decodes of at most `width` query tokens run; None: they are more than its tile
+    takes. Few kinds, so that few kernels are compiled: `group` query heads of a KV head share a tile of at least 16."""
+    queries = 4 if width <= 4 else 8
+    return queries if group * queries <= MOST_QUERIES else None
+
+
+MOST_QUERIES = 64
+"""Rows of a tile's products, query tokens times heads of a group: with more, registers are spilled."""
+
+
+def _merged_at_once(values: int, warps: int) -> int:
+    """Partial results of so many values that a program merges at a time: few enough for its registers."""
+    return max(1, warps * (4096 if values <= 2048 else 2048) // triton.next_power_of_2(values))
 
 
 LINE_BYTES = 128

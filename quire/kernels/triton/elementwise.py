@@ -21,11 +21,24 @@ from quire.kernels.triton.launch import gdc_launch_dependents, gdc_wait, pdl
 
 MAX_NORM_WIDTH = 32768
 """Widest row that fits the registers of one program."""
+EARLY_ROWS = 16
+"""Norms of so few rows let the following kernel start before they wait for the preceding one."""
 SILU_BLOCK = 2048
 """Columns of a program: 12 KB of traffic in 16-bit floats. Smaller, and a long prompt is bound by the rate at which
 programs start; larger, and a single row occupies too few multiprocessors."""
 MASK_BLOCK = 2048
 """Tokens of a program."""
+
+
+@triton.jit
+def _begin(EARLY: tl.constexpr):
+    """Wait for the preceding kernel. EARLY: the following one, which multiplies the few rows that are normed here, may
+    load weights meanwhile."""
+    if EARLY:
+        gdc_launch_dependents()
+    gdc_wait()
+    if not EARLY:
+        gdc_launch_dependents()
 
 
 @triton.jit
@@ -36,13 +49,14 @@ def _normed(values, weight, eps, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _rms_norm(x, weight, out, x_stride, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _rms_norm(
+    x, weight, out, x_stride, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
     columns = tl.arange(0, BLOCK)
     inside = columns < WIDTH
     scale = tl.load(weight + columns, mask=inside, other=0.0)
     if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+        _begin(EARLY)
     row = tl.program_id(0).to(tl.int64)
     values = tl.load(x + row * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + row * WIDTH + columns, _normed(values, scale, eps, WIDTH), mask=inside)
@@ -59,14 +73,14 @@ def _add_rms_norm(
     eps,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
     columns = tl.arange(0, BLOCK)
     inside = columns < WIDTH
     scale = tl.load(weight + columns, mask=inside, other=0.0)
     if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+        _begin(EARLY)
     row = tl.program_id(0).to(tl.int64)
     stream = residual + row * residual_stride + columns
     values = tl.load(x + row * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
@@ -78,10 +92,11 @@ def _add_rms_norm(
 
 
 @functools.cache
-def _norm_constants(width: int) -> dict[str, Any]:
+def _norm_constants(width: int, is_early: bool) -> dict[str, Any]:
     """Constexpr arguments and launch options. 16 values per thread: two 16-byte loads in flight per 16-bit input."""
     block = triton.next_power_of_2(width)
-    return {"WIDTH": width, "BLOCK": block, "num_warps": min(max(block // 512, 1), 32), **pdl()}
+    warps = min(max(block // 512, 1), 32)
+    return {"WIDTH": width, "BLOCK": block, "EARLY": is_early, "num_warps": warps, **pdl()}
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -91,7 +106,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """
     rows, width = x.shape
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    _rms_norm[(rows,)](x, weight, out, x.stride(0), eps, **_norm_constants(width))
+    _rms_norm[(rows,)](x, weight, out, x.stride(0), eps, **_norm_constants(width, rows <= EARLY_ROWS))
     return out
 
 
@@ -104,7 +119,8 @@ def add_rms_norm(
     """
     rows, width = residual.shape
     out = torch.empty_like(residual, memory_format=torch.contiguous_format)
-    _add_rms_norm[(rows,)](x, residual, weight, out, x.stride(0), residual.stride(0), eps, **_norm_constants(width))
+    constants = _norm_constants(width, rows <= EARLY_ROWS)
+    _add_rms_norm[(rows,)](x, residual, weight, out, x.stride(0), residual.stride(0), eps, **constants)
     return out, residual
 
 

@@ -41,12 +41,17 @@ XTC_STREAM = tl.constexpr(_XTC_STREAM)
 
 
 def filter_groups(
-    logits: torch.Tensor, rows: torch.Tensor, columns: BatchColumns, workspace: SamplingWorkspace
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    columns: BatchColumns,
+    workspace: SamplingWorkspace,
+    offsets: torch.Tensor | None = None,
 ) -> None:
     """Write each draw's threshold (-inf: none) and take what is excluded out of its groups' maxima and sums.
 
     logits [S, vocab] any row stride; rows [S] the batch row of each. workspace.maxima and .sums are as
-    `sampling.draw_and_commit` measured them; .live and .spans are scratch, left dirty.
+    `sampling.draw_and_commit` measured them; .live and .spans are scratch, left dirty. `offsets` [S] int32: tokens that
+    each draw is behind its row's next one.
 
     Bytes per row: 10 per group, and three times the logits of the groups that reach the cut (16 KB in bfloat16).
     top-n-sigma adds all logits, twice; XTC adds 4 per group and, twice, the logits of the few groups that hold top
@@ -58,7 +63,7 @@ def filter_groups(
         logits, logits.stride(0), rows, columns.scalars,
         columns.seed, columns.sequence, columns.prompt_len, columns.num_tokens,
         workspace.maxima, workspace.sums, workspace.thresholds, workspace.live, workspace.spans,
-        columns.scalars.shape[0] - 1,
+        columns.scalars.shape[0] - 1, offsets,
         VOCAB=logits.shape[1], GROUP=workspace.group, GROUPS=groups, WIDTH=triton.next_power_of_2(groups),
         TILE=workspace.tile, ROOM=workspace.spans.shape[1], SHIFT=_unused_bits(logits.dtype), num_warps=8, maxnreg=128,
         **pdl(),
@@ -79,7 +84,7 @@ def load_scalar(scalars, row, INDEX: tl.constexpr):
 @triton.jit(do_not_specialize=["padding_row"])
 def _filter_kernel(
     logits, row_stride, rows, scalars, seed, sequence, prompt_len, num_tokens,
-    maxima, sums, thresholds, live, spans, padding_row,
+    maxima, sums, thresholds, live, spans, padding_row, offsets,
     VOCAB: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
     ROOM: tl.constexpr, SHIFT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -100,6 +105,8 @@ def _filter_kernel(
     excludes = xtc_probability > 0.0
     if excludes:
         drawn = tl.load(num_tokens + row) - tl.load(prompt_len + row)
+        if offsets is not None:
+            drawn += tl.load(offsets + draw)
         excludes = uniform(tl.load(seed + row), drawn, tl.load(sequence + row) + XTC_STREAM) < xtc_probability
     threshold = float("-inf")
     if (cuts | excludes) & (temperature >= GREEDY_BELOW) & (row != padding_row):

@@ -5,8 +5,9 @@ predecessor has ended, and the GPU idles for a microsecond or two in between. Wi
 starts early, does what does not depend on its predecessor (loads weights), and waits at `gdc_wait` for the rest. The
 rule that keeps this correct: **every** kernel launched with `**pdl()` calls `gdc_wait` (under `PDL: tl.constexpr`)
 before it reads or writes anything another kernel touches, weights excepted.
-Exceptions: `_down` in `moe/vector.py` reads the routing, and the decode attention kernels read their plan, before they
-wait. The kernel that wrote it has ended by then: the kernel in between launches its dependents only after its own wait.
+Exceptions: `_down` in `moe/vector.py` reads the routing, `_products` in `quantized/expert_hopper.py` the sorted pairs,
+and the decode attention kernels their plan, before they wait. The kernel that wrote it has ended by then: the kernel in
+between launches its dependents only after its own wait.
 """
 
 from __future__ import annotations

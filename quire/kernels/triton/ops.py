@@ -351,7 +351,7 @@ class TritonOps(TorchOps):
         if not delta_net.is_supported(layer):
             return super().delta_net(projected, layer, states, step)
         out = torch.empty(len(projected), layer.width, dtype=projected.dtype, device=projected.device)
-        decodes, single = decode.rows_of(layer, states, step)
+        decodes, single = decode.rows_of(step)
         if decodes:
             decode.delta_net_decode(projected, layer, states, step, out, decodes, single)
         if decodes < step.num_rows:
@@ -362,7 +362,7 @@ class TritonOps(TorchOps):
         if not mamba2.is_supported(layer):
             return super().mamba2(projected, layer, states, step)
         out = torch.empty(len(projected), layer.width, dtype=projected.dtype, device=projected.device)
-        decodes, single = decode.rows_of(layer, states, step)
+        decodes, single = decode.rows_of(step)
         if decodes:
             decode.mamba2_decode(projected, layer, states, step, out, decodes, single)
         if decodes < step.num_rows:

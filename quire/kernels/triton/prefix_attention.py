@@ -297,9 +297,9 @@ class PrefixAttention:
         planned = -(-self._programs // PLANNED_AT_ONCE)
         ranges = torch.empty(HEADER + ENTRY * planned * PLANNED_AT_ONCE, dtype=torch.int32, device=device)
         plan_ranges[(planned,)](
-            lens, lines, lens, ranges, self._tiles, self._programs, WINDOW=0, KV_HEADS=self._kv_heads,
+            lens, lines, lens, lens, ranges, self._tiles, self._programs, WINDOW=0, KV_HEADS=self._kv_heads,
             TILE=self._tile.tokens, ROWS=max(16, triton.next_power_of_2(self._tiles)), AT_ONCE=PLANNED_AT_ONCE,
-            MIN_TILES=MIN_TILES, SHARED=False, num_warps=4, **pdl(),
+            MIN_TILES=MIN_TILES, SHARED=False, RAGGED=False, num_warps=4, **pdl(),
         )  # fmt: skip
         return PrefixPlan(indices, lines, lens, ranges)
 

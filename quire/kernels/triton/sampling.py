@@ -4,7 +4,8 @@
 The vocabulary is divided into groups of 128 adjacent tokens. The first launch reads the logits once and writes each
 group's maximum and sum of weights exp((logit - maximum) / temperature). The last one merges those in vocabulary order,
 finds the group that contains the row's uniform number (greedy: the first that contains the maximum), reads that group
-again, picks the token and commits it. In between `filtering.py` may exclude unlikely tokens.
+again, picks the token and commits it. In between `filtering.py` may exclude unlikely tokens. In a step that verifies
+drafts a row draws at several places, and `verify.py` commits.
 
 A group's sum does not depend on the number of rows or programs, so neither does a row's token.
 """
@@ -42,6 +43,24 @@ class BatchColumns:
     """[rows, scalars] int32: parameters in the order of `quire.messages.sampling.SCALARS`, floats by their bits."""
     stop_ids: torch.Tensor
     """[rows, width], padded with -1."""
+    num_drafts: torch.Tensor | None = None
+    """[rows] int32: set to 0 when a token is committed; None: rows have no drafts."""
+
+
+@dataclass
+class DrawPlaces:
+    """Where the draws of a step that verifies drafts are kept, a line for each place."""
+
+    tokens: torch.Tensor
+    """[places] int32."""
+    invalid: torch.Tensor
+    """[places] int32: 1 if the logits had NaN, or nothing finite."""
+    offsets: torch.Tensor
+    """[places] int32: how far each place is behind the first of its draw."""
+
+    def after(self, start: int) -> DrawPlaces:
+        """The places from `start` on."""
+        return DrawPlaces(self.tokens[start:], self.invalid[start:], self.offsets[start:])
 
 
 @dataclass
@@ -94,8 +113,9 @@ def draw_and_commit(
     slot: torch.Tensor,
     filtered: bool,
     workspace: SamplingWorkspace,
+    places: DrawPlaces | None = None,
 ) -> None:
-    """Draw a token for each of `rows` [S] from logits [S, vocab], and commit it.
+    """Draw a token for each of `rows` [S] from logits [S, vocab], and commit it; with `places`, only keep it there.
 
     A token is the first whose cumulative probability, in the order of the vocabulary, passes the row's number from
     Philox (seed, number of tokens drawn so far, sequence). `filtered`: some row may have a filter (top-k, top-p, ...);
@@ -114,13 +134,14 @@ def draw_and_commit(
         VOCAB=vocab, GROUP=group, GROUPS=groups, TILE=tile, num_warps=4, **pdl(),
     )  # fmt: skip
     if filtered:
-        filter_groups(logits, rows, columns, workspace)
+        filter_groups(logits, rows, columns, workspace, None if places is None else places.offsets)
     _draw_kernel[(draws,)](
         logits, logits.stride(0), rows, columns.scalars,
         workspace.maxima, workspace.sums, workspace.thresholds,
         columns.seed, columns.sequence, columns.prompt_len,
         columns.last_token, columns.num_tokens, columns.limit, columns.active, columns.stop_ids,
         columns.stop_ids.shape[1], results, results.stride(0), results.stride(1), slot, columns.active.shape[0] - 1,
+        columns.num_drafts, *_fields(places),
         VOCAB=vocab, GROUP=group, GROUPS=groups, WIDTH=triton.next_power_of_2(groups), FILTERED=filtered,
         num_warps=4, **pdl(),
     )  # fmt: skip
@@ -146,8 +167,12 @@ def commit(
         tokens, invalid, rows,
         columns.last_token, columns.num_tokens, columns.limit, columns.active, columns.stop_ids,
         columns.stop_ids.shape[1], results, results.stride(0), results.stride(1), slot, columns.active.shape[0] - 1,
-        num_warps=1, **pdl(),
+        columns.num_drafts, num_warps=1, **pdl(),
     )  # fmt: skip
+
+
+def _fields(places: DrawPlaces | None) -> tuple[torch.Tensor | None, ...]:
+    return (None, None, None) if places is None else (places.tokens, places.invalid, places.offsets)
 
 
 @triton.jit
@@ -176,7 +201,7 @@ def _measure_kernel(
 def _draw_kernel(
     logits, row_stride, rows, scalars, maxima, sums, thresholds,
     seed, sequence, prompt_len, last_token, num_tokens, limit, active, stop_ids, stop_width,
-    results, slot_stride, result_stride, slot, padding_row,
+    results, slot_stride, result_stride, slot, padding_row, num_drafts, placed, placed_invalid, offsets,
     VOCAB: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, FILTERED: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -193,9 +218,10 @@ def _draw_kernel(
         temperature = load_scalar(scalars, row, TEMPERATURE)
         greedy = temperature < GREEDY_BELOW
         scale = _scale(temperature)
-        number = uniform(
-            tl.load(seed + row), tl.load(num_tokens + row) - tl.load(prompt_len + row), tl.load(sequence + row)
-        )
+        counter = tl.load(num_tokens + row) - tl.load(prompt_len + row)
+        if placed is not None:
+            counter += tl.load(offsets + draw)
+        number = uniform(tl.load(seed + row), counter, tl.load(sequence + row))
 
         best = tl.max(peaks)
         # Doubles from here on, so that the only rounding is that of the weights.
@@ -221,16 +247,20 @@ def _draw_kernel(
         # If rounding puts the number past the group's end: the last token that can be drawn.
         last = tl.max(tl.where(weights > 0.0, inner, 0))
         drawn = tl.minimum(chosen * GROUP + tl.min(tl.where(reached, inner, last)), VOCAB - 1)
-        _commit(
-            draw, row, drawn, invalid, last_token, num_tokens, limit, active, stop_ids, stop_width,
-            results, slot_stride, result_stride, slot,
-        )  # fmt: skip
+        if placed is not None:
+            tl.store(placed + draw, drawn)
+            tl.store(placed_invalid + draw, invalid.to(tl.int32))
+        else:
+            _commit(
+                draw, row, drawn, invalid, last_token, num_tokens, limit, active, stop_ids, stop_width,
+                results, slot_stride, result_stride, slot, num_drafts,
+            )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["stop_width", "slot_stride", "result_stride", "padding_row"])
 def _commit_kernel(
     tokens, invalid, rows, last_token, num_tokens, limit, active, stop_ids, stop_width,
-    results, slot_stride, result_stride, slot, padding_row, PDL: tl.constexpr,
+    results, slot_stride, result_stride, slot, padding_row, num_drafts, PDL: tl.constexpr,
 ):  # fmt: skip
     """`_commit` for a token drawn elsewhere. One program per draw, about 100 bytes each."""
     if PDL:
@@ -241,14 +271,14 @@ def _commit_kernel(
     if row != padding_row:
         _commit(
             draw, row, tl.load(tokens + draw).to(tl.int32), tl.load(invalid + draw), last_token, num_tokens, limit,
-            active, stop_ids, stop_width, results, slot_stride, result_stride, slot,
+            active, stop_ids, stop_width, results, slot_stride, result_stride, slot, num_drafts,
         )  # fmt: skip
 
 
 @triton.jit
 def _commit(
     draw, row, token, invalid, last_token, num_tokens, limit, active, stop_ids, stop_width,
-    results, slot_stride, result_stride, slot,
+    results, slot_stride, result_stride, slot, num_drafts,
 ):  # fmt: skip
     """Write a row's token back, end the row if it is done, and write the result for the host."""
     stopped = 0
@@ -260,6 +290,8 @@ def _commit(
     done = (stopped == 1) | (length >= tl.load(limit + row))
     tl.store(last_token + row, token.to(tl.int64))
     tl.store(num_tokens + row, length)
+    if num_drafts is not None:
+        tl.store(num_drafts + row, 0)
     if done:
         tl.store(active + row, False)
     out = results + tl.load(slot).to(tl.int64) * slot_stride + draw

@@ -8,7 +8,9 @@ from typing import Any, Protocol
 
 import torch
 
+from quire.kernels.base import Ops
 from quire.kernels.kv import LayerKV
+from quire.kernels.states import StateReplay
 from quire.registry import resolve
 
 _KNOWN = {
@@ -47,6 +49,9 @@ class AttentionInputs:
 
     The first `num_decodes` rows have exactly one query token each. The integer bounds are known on the host, so that
     no backend has to read them from the device.
+
+    In a step that verifies drafts `num_decodes` is 0: the first `num_verifying` rows are decodes of 1 to `width`
+    queries each, which a backend without a kernel for them treats like prompts.
     """
 
     slots: torch.Tensor
@@ -69,6 +74,17 @@ class AttentionInputs:
     last: LastTokens | None = None
     """Set if only some hidden states are needed: a model with `supports_last_tokens` stops computing the other tokens
     once the keys and values of its last layer are written."""
+    num_verifying: int = 0
+    """Rows that verify drafts; 0: `num_decodes` is the number of decodes."""
+    width: int = 1
+    """Most query tokens of a row that verifies drafts."""
+    num_verified: int = 0
+    """Query tokens of all rows that verify drafts, padding included."""
+    replay: StateReplay | None = None
+    """In a step that verifies drafts: where recurrent layers leave what is to be done to their states once it is known
+    which tokens count. All cache groups have the same. None: the states stay as they are."""
+    features: FeatureRequest | None = None
+    """What a proposer reads inside the model. A model with `supports_features` fills it, given the first group's."""
     contexts: Sequence[int] | None = None
     """Tokens that were cached before this step, of each row after the decodes, where the host knows them."""
     query_lens: Sequence[int] | None = None
@@ -116,6 +132,37 @@ class LastTokens:
     """[P]: their indices among the step's tokens."""
     inputs: AttentionInputs
     """The step as if it had only these tokens."""
+
+
+@dataclass
+class FeatureRequest:
+    """The residual stream of all tokens of a step as it enters some layers, kept for a proposer (EAGLE-3).
+
+    Layer i's is the output of the first i layers; the number of layers names the output of the last one. With
+    `AttentionInputs.last` that one would have only the last tokens: both must not be asked for together.
+    """
+
+    layers: tuple[int, ...]
+    """In the order in which their streams are joined."""
+    joined: torch.Tensor | None = None
+    """[T, len(layers) * hidden size], filled by the forward pass."""
+
+    def take(self, ops: Ops, layer: int, hidden: torch.Tensor | None, residual: torch.Tensor | None) -> None:
+        """Copy the stream that enters a layer, hidden + residual, either of which may be None."""
+        for place, wanted in enumerate(self.layers):
+            if wanted != layer:
+                continue
+            stream = hidden if residual is None else residual
+            assert stream is not None
+            size = stream.shape[1]
+            if self.joined is None or len(self.joined) != len(stream):
+                self.joined = stream.new_empty(len(stream), len(self.layers) * size)
+            ops.copy_stream(hidden, residual, self.joined[:, place * size : (place + 1) * size])
+
+    @property
+    def streams(self) -> Sequence[torch.Tensor]:
+        """Each layer's [T, hidden size]: views of `joined`."""
+        return [] if self.joined is None else self.joined.chunk(len(self.layers), dim=1)
 
 
 class AttentionBackend(Protocol):

@@ -1,4 +1,5 @@
-"""Paged attention on an NVIDIA GPU: a decode kernel for rows of one token, a prefill kernel for longer ones."""
+"""Paged attention on an NVIDIA GPU: a decode kernel for rows of one token, and of a few that verify drafts; a prefill
+kernel for longer ones."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ import torch
 
 from quire.errors import ConfigError
 from quire.kernels.kv import LayerKV, QuantizedKV, format_of
-from quire.kernels.triton.decode_attention import DecodeAttention
+from quire.kernels.triton.decode_attention import DecodeAttention, verified_queries
 from quire.kernels.triton.kv_widen import MIN_QUERIES, WidePlan, plan_wide, widen
 from quire.kernels.triton.prefill_attention import LONG_CONTEXT, plan_tiles, prefill_attention, prefill_tile
 from quire.kernels.triton.prefix_attention import PrefixAttention
@@ -24,7 +25,8 @@ from quire.layers.attention.base import (
 class TritonPagedAttention(PrefixGroupBackend):
     """Plans each step once, in its first layer, on the device; the other layers read the plan.
 
-    Layers with a sliding window ignore prefix groups: they see too little of the shared blocks.
+    Layers with a sliding window ignore prefix groups: they see too little of the shared blocks. So do steps that verify
+    drafts.
     """
 
     graph_safe = True
@@ -53,10 +55,10 @@ class TritonPagedAttention(PrefixGroupBackend):
         if inputs.rows is None:
             inputs.rows = torch.arange(inputs.num_rows, dtype=torch.int32, device=kv.device)
         shape, window = _shape(heads, kv), spec.window
-        decodes = self._decodes(inputs)
+        decodes, queries = self._decodes(heads // kv.shape[2], inputs)
         if decodes and ("decode", window, shape) not in inputs.common:
-            kernel = self._kernel(DecodeAttention, heads, kv, inputs)
-            groups = inputs.groups if window is None else None
+            kernel = self._kernel(DecodeAttention, heads, kv, inputs, queries)
+            groups = inputs.groups if window is None and queries == 1 else None
             shared = None if groups is None else groups.shared
             if groups is not None:
                 prefix = self._kernel(PrefixAttention, heads, kv, inputs)
@@ -67,7 +69,8 @@ class TritonPagedAttention(PrefixGroupBackend):
                         kernel.tile_tokens,
                     ),
                 )  # fmt: skip
-            plan = kernel.plan(inputs.context_lens, inputs.rows, inputs.num_decodes, window, shared)
+            starts = inputs.query_starts if queries > 1 else None
+            plan = kernel.plan(inputs.context_lens, inputs.rows, decodes, window, shared, starts)
             inputs.common["decode", window, shape] = (kernel, plan)
         if decodes < inputs.num_rows and ("tiles", shape) not in inputs.common:
             is_long = self._invariant or inputs.max_context_len > LONG_CONTEXT
@@ -86,7 +89,7 @@ class TritonPagedAttention(PrefixGroupBackend):
         tokens, heads, head_dim = q.shape
         shape, scale, window = _shape(heads, kv), spec.scale, spec.window
         out = torch.empty(tokens, heads * head_dim, dtype=q.dtype, device=q.device)
-        decodes = self._decodes(inputs)
+        decodes, queries = self._decodes(heads // kv.shape[2], inputs)
         if decodes:
             state = None
             if inputs.groups is not None and ("prefix", window, shape) in inputs.common:
@@ -97,7 +100,7 @@ class TritonPagedAttention(PrefixGroupBackend):
             kernel, plan = inputs.common["decode", window, shape]
             kernel.attend(
                 q, kv, out, inputs.block_tables, inputs.rows, inputs.context_lens, plan, decodes, scale, window,
-                state, spec.soft_cap, spec.sinks, spec.slopes,
+                state, spec.soft_cap, spec.sinks, spec.slopes, inputs.query_starts if queries > 1 else None,
             )  # fmt: skip
         if decodes < inputs.num_rows:
             tiles, tile = inputs.common["tiles", shape]
@@ -117,18 +120,24 @@ class TritonPagedAttention(PrefixGroupBackend):
         assert inputs.rows is not None
         return plan_wide(kv, inputs.block_tables, inputs.rows, decodes, inputs.num_rows, inputs.max_context_len)
 
-    def _decodes(self, inputs: AttentionInputs) -> int:
-        """How many rows, from the first, go through the decode kernel."""
-        return 0 if self._invariant else inputs.num_decodes
+    def _decodes(self, group: int, inputs: AttentionInputs) -> tuple[int, int]:
+        """How many rows, from the first, go through the decode kernel, and most query tokens of each that it takes."""
+        if self._invariant:
+            return 0, 1
+        if not inputs.num_verifying:
+            return inputs.num_decodes, 1
+        queries = verified_queries(group, inputs.width)
+        return (inputs.num_verifying, queries) if queries else (0, 1)
 
-    def _kernel(self, kind: type, heads: int, kv: LayerKV, inputs: AttentionInputs) -> Any:
+    def _kernel(self, kind: type, heads: int, kv: LayerKV, inputs: AttentionInputs, queries: int = 1) -> Any:
         """The kernel for heads of this shape, with its workspace; made when first used."""
         _, _, kv_heads, _, head_dim = kv.shape
         rows = max(len(inputs.block_tables) - 1, inputs.num_rows)  # the last one is padding
         quantized = format_of(kv).codes is not None
-        key = (kind, heads, kv_heads, head_dim, kv.dtype, quantized, rows)
+        key = (kind, heads, kv_heads, head_dim, kv.dtype, quantized, rows, queries)
         if key not in self._kernels:
-            self._kernels[key] = kind(heads, kv_heads, head_dim, rows, kv.dtype, kv.device, quantized=quantized)
+            more = {"queries": queries} if queries > 1 else {}
+            self._kernels[key] = kind(heads, kv_heads, head_dim, rows, kv.dtype, kv.device, quantized=quantized, **more)
         return self._kernels[key]
 
 

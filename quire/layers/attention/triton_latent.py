@@ -1,4 +1,5 @@
-"""Latent attention on an NVIDIA GPU: absorbed for decodes, in two parts for prompts (`kernels/triton/latent`)."""
+"""Latent attention on an NVIDIA GPU: absorbed for decodes, those that verify drafts too, in two parts for prompts
+(`kernels/triton/latent`)."""
 
 from __future__ import annotations
 
@@ -46,12 +47,12 @@ class TritonLatentAttention:
     def __init__(self, heads: int, shape: LatentShape) -> None:
         self._heads = heads
         self._shape = shape
-        self._kernels: dict[tuple[int, torch.dtype], LatentDecode] = {}
+        self._kernels: dict[tuple[int, torch.dtype, int], LatentDecode] = {}
 
     def prepare(self, kv: torch.Tensor, inputs: AttentionInputs) -> None:
         if inputs.rows is None:
             inputs.rows = torch.arange(inputs.num_rows, dtype=torch.int32, device=kv.device)
-        decodes = inputs.num_decodes
+        decodes = inputs.num_verifying or inputs.num_decodes
         if decodes and "latent" not in inputs.plans:
             kernel = self._decode_kernel(kv, inputs)
             inputs.plans["latent"] = (kernel, kernel.plan(inputs.context_lens, inputs.rows, decodes))
@@ -73,15 +74,17 @@ class TritonLatentAttention:
         scale: float,
     ) -> torch.Tensor:
         out = torch.empty(len(q), self._heads * self._shape.value, dtype=q.dtype, device=q.device)
-        decodes = inputs.num_decodes
+        decodes = inputs.num_verifying or inputs.num_decodes
+        tokens = inputs.num_verified or inputs.num_decodes
         assert inputs.rows is not None
         if decodes:
             kernel: LatentDecode
             plan: DecodePlan
             kernel, plan = inputs.plans["latent"]
-            absorbed = absorb(q[:decodes], up, self._shape.nope)
-            kernel.attend(q, absorbed, kv, inputs.block_tables, inputs.rows, inputs.context_lens, plan, scale)
-            values_of_rows(absorbed, up, out, inputs.context_lens, plan, kernel, self._shape.nope, decodes)
+            starts = inputs.query_starts if inputs.num_verifying else None
+            absorbed = absorb(q[:tokens], up, self._shape.nope)
+            kernel.attend(q, absorbed, kv, inputs.block_tables, inputs.rows, inputs.context_lens, plan, scale, starts)
+            values_of_rows(absorbed, up, out, inputs.context_lens, plan, kernel, self._shape.nope, decodes, starts)
         if decodes < inputs.num_rows:
             self._attend_prompts(q, latent, kv, up, inputs, scale, out)
         return out
@@ -96,7 +99,7 @@ class TritonLatentAttention:
         scale: float,
         out: torch.Tensor,
     ) -> None:
-        shape, first = self._shape, inputs.num_decodes  # every row before has one token
+        shape, first = self._shape, inputs.num_verified or inputs.num_decodes  # tokens of the rows before
         keys = torch.nn.functional.linear(latent[first:, : shape.rank], up.flatten(0, 1))
         sizes = (shape.rank, shape.nope, shape.rope, shape.value)
         tiles = inputs.plans["latent tiles"]
@@ -128,8 +131,8 @@ class TritonLatentAttention:
                 inputs.num_rows, dtype=torch.int32, device=inputs.query_starts.device
             )
         return plan_tiles(
-            inputs.query_starts, inputs.context_lens, inputs.plans["row numbers"], inputs.num_decodes, inputs.num_rows,
-            inputs.num_tokens, tokens,
+            inputs.query_starts, inputs.context_lens, inputs.plans["row numbers"],
+            inputs.num_verifying or inputs.num_decodes, inputs.num_rows, inputs.num_tokens, tokens,
         )  # fmt: skip
 
     def _expands(self, inputs: AttentionInputs) -> bool:
@@ -166,10 +169,11 @@ class TritonLatentAttention:
     def _decode_kernel(self, kv: torch.Tensor, inputs: AttentionInputs) -> LatentDecode:
         """The kernel with its workspace; made when first used."""
         rows = max(len(inputs.block_tables) - 1, inputs.num_rows)  # the last one is padding
-        key = (rows, kv.dtype)
+        queries = 1 if not inputs.num_verifying else 4 if inputs.width <= 4 else 8
+        key = (rows, kv.dtype, queries)
         if key not in self._kernels:
             shape = self._shape
             self._kernels[key] = LatentDecode(
-                self._heads, shape.nope, shape.rank, shape.rope, rows, kv.dtype, kv.device
+                self._heads, shape.nope, shape.rank, shape.rope, rows, kv.dtype, kv.device, queries
             )
         return self._kernels[key]

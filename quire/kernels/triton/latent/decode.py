@@ -240,7 +240,7 @@ def attend_latents(
 
 @triton.jit
 def _decode(
-    q, absorbed, kv, tables, rows, lens, plan, partial, stats, scale, stride_token, stride_head, stride_block,
+    q, absorbed, kv, tables, rows, lens, starts, plan, partial, stats, scale, stride_token, stride_head, stride_block,
     stride_table,
     HEADS: tl.constexpr, EACH: tl.constexpr, QUERIES: tl.constexpr, M: tl.constexpr, NOPE: tl.constexpr,
     RANK: tl.constexpr, RANK_P2: tl.constexpr, ROPE: tl.constexpr, ROPE_P2: tl.constexpr, TILE: tl.constexpr,
@@ -248,10 +248,11 @@ def _decode(
 ):  # fmt: skip
     """A program's range of tiles, segment by segment; a segment is the part of the range in one row and head tile.
 
+    QUERIES: most query tokens of a row. 1: row i's is token i; else they are starts[i] to before starts[i + 1].
     The result of a whole row replaces its absorbed queries, which no other program reads.
     """
     HEAD_TILES: tl.constexpr = (HEADS + EACH - 1) // EACH
-    OWN: tl.constexpr = EACH * QUERIES
+    OWN: tl.constexpr = EACH * QUERIES  # lines of a partial result
     program = tl.program_id(0)
     if PDL:
         gdc_wait()
@@ -268,14 +269,18 @@ def _decode(
     while count > 0:
         tiles = (length + TILE - 1) // TILE
         take = tl.minimum(count, tiles - tile)
+        first, queries = row, 1
+        if QUERIES > 1:
+            first = tl.load(starts + row)
+            queries = tl.load(starts + row + 1) - first
         head = head_tile * EACH + g % EACH
-        token = (row * QUERIES + g // EACH).to(tl.int64)
-        there = (g < OWN) & (head < HEADS)
+        token = (first + g // EACH).to(tl.int64)
+        there = (g < EACH * queries) & (head < HEADS)
         qc, qr = load_queries(q, absorbed, token, head, there, stride_token, stride_head, HEADS, NOPE, RANK, RANK_P2,
                               ROPE, ROPE_P2)  # fmt: skip
         best, weight, acc = attend_latents(
             qc, qr, kv, tables + line.to(tl.int64) * stride_table, tile * TILE, (tile + take) * TILE, length,
-            length - QUERIES + g // EACH, scale, stride_block,
+            length - queries + g // EACH, scale, stride_block,
             RANK, ROPE, TILE, BLOCK, TRANSPOSED, QUERIES > 1, PRECISION, STAGES,
         )  # fmt: skip
         if take == tiles:
@@ -325,7 +330,8 @@ class LatentDecode:
         self, heads: int, nope: int, rank: int, rope: int, max_rows: int, dtype: torch.dtype, device: torch.device,
         queries: int = 1, tile: LatentTile | None = None,
     ) -> None:  # fmt: skip
-        """`queries`: query tokens of every row, the last of its context, 1 to 8."""
+        """`queries`: most query tokens of a row, the last of its context, 1 to 8. With more than one, rows may have
+        different numbers."""
         self.heads = heads
         self.queries = queries
         self.each = min(triton.next_power_of_2(heads), MAX_QUERY_ROWS // triton.next_power_of_2(queries))
@@ -358,10 +364,11 @@ class LatentDecode:
 
     def attend(
         self, q: torch.Tensor, absorbed: torch.Tensor, kv: torch.Tensor, tables: torch.Tensor, rows: torch.Tensor,
-        lens: torch.Tensor, plan: DecodePlan, scale: float,
+        lens: torch.Tensor, plan: DecodePlan, scale: float, starts: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
         """Attention of the rows' tokens in q [*, heads, nope + rope] and absorbed [*, heads, rank] (contiguous), row
-        after row: whole results into `absorbed`, others into the workspace. `values_of_rows` reads both."""
+        after row: whole results into `absorbed`, others into the workspace. `values_of_rows` reads both. `starts`
+        [rows + 1] int32, if rows may have several tokens: row i's are starts[i] to before starts[i + 1]."""
         kernel: Any = _decode
         constants = self._constants
         if self.tile.gluon:
@@ -374,6 +381,7 @@ class LatentDecode:
             if q.stride(0) % 16 or q.stride(1) % 16:  # it copies 16 bytes at a time, and is compiled for such strides
                 q = q.contiguous()
         kernel[(self.programs,)](
-            q, absorbed, kv, tables, rows, lens, plan.ranges, self.partial, self.stats, scale * LOG2_E, q.stride(0),
+            q, absorbed, kv, tables, rows, lens, lens if starts is None else starts, plan.ranges, self.partial,
+            self.stats, scale * LOG2_E, q.stride(0),
             q.stride(1), kv.stride(0), tables.stride(0), BLOCK=kv.shape[1], **constants,
         )  # fmt: skip

@@ -4,6 +4,8 @@ A tile of 64 tokens is copied while the one before is multiplied. Triton's pipel
 [64, 576] in shared memory beside the queries; here two suffice, because the copy of the next is issued before the
 products of this one. Both products read the one tile: as keys and, without the rotated part, as values.
 
+A row's queries are its token of the same number or, if QUERIES is more than 1, tokens starts[row] to starts[row + 1].
+
 `_many_heads`: 64 heads times queries are the rows of the products. Shared memory: queries 72 KiB, two tiles 144 KiB,
 weights 8 KiB. The accumulator [64, 512] in float32 is 128 registers of each of 256 threads.
 `_few_heads`: 16 or 32 of them are the columns, and the tokens are the rows, of which WGMMA needs 64.
@@ -50,7 +52,7 @@ def _copy(kv, blocks, start, length, stride_block, ring, FIRST: gl.constexpr, CO
 
 @gluon.jit
 def _many_heads(
-    q, absorbed, kv, tables, rows, lens, plan, partial, stats, scale, stride_token, stride_head, stride_block,
+    q, absorbed, kv, tables, rows, lens, starts, plan, partial, stats, scale, stride_token, stride_head, stride_block,
     stride_table,
     HEADS: gl.constexpr, EACH: gl.constexpr, QUERIES: gl.constexpr, NOPE: gl.constexpr, BLOCK: gl.constexpr,
     PDL: gl.constexpr,
@@ -84,6 +86,10 @@ def _many_heads(
     length = gl.load(entry + 4)
     line = gl.load(entry + 5)
     while count > 0:
+        first, queries = row, 1
+        if QUERIES > 1:
+            first = gl.load(starts + row)
+            queries = gl.load(starts + row + 1) - first
         tiles = (length + 63) // 64
         take = gl.minimum(count, tiles - tile)
         table = tables + line.to(gl.int64) * stride_table
@@ -96,15 +102,15 @@ def _many_heads(
         # Queries: row g is query g // EACH, head g % EACH of the tile.
         g = gl.arange(0, 64, layout=gl.SliceLayout(1, WIDE))
         head = head_tile * EACH + g % EACH
-        token = (row * QUERIES + g // EACH).to(gl.int64)
-        there = (g < OWN) & (head < HEADS)
+        token = (first + g // EACH).to(gl.int64)
+        there = (g < EACH * queries) & (head < HEADS)
         d = gl.arange(0, RANK, layout=gl.SliceLayout(0, WIDE))
         at = (token * HEADS + head) * RANK
         async_copy.async_copy_global_to_shared(qc, absorbed + at[:, None] + d[None, :], there[:, None])
         g = gl.arange(0, 64, layout=gl.SliceLayout(1, NARROW))
         head = head_tile * EACH + g % EACH
-        token = (row * QUERIES + g // EACH).to(gl.int64)
-        there = (g < OWN) & (head < HEADS)
+        token = (first + g // EACH).to(gl.int64)
+        there = (g < EACH * queries) & (head < HEADS)
         e = gl.arange(0, ROPE, layout=gl.SliceLayout(0, NARROW))
         at = token * stride_token + head * stride_head + NOPE
         async_copy.async_copy_global_to_shared(qr, q + at[:, None] + e[None, :], there[:, None])
@@ -113,7 +119,7 @@ def _many_heads(
         next_narrow = _blocks(table, begin + 64, length, BLOCK, NARROW)
 
         g = gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES))
-        last_seen = length - QUERIES + g // EACH
+        last_seen = length - queries + g // EACH
         n = gl.arange(0, 64, layout=gl.SliceLayout(0, SCORES))
         best = gl.full([64], float("-inf"), gl.float32, layout=gl.SliceLayout(1, SCORES))
         weight = gl.zeros([64], gl.float32, layout=gl.SliceLayout(1, SCORES))
@@ -158,8 +164,8 @@ def _many_heads(
 
         g = gl.arange(0, 64, layout=gl.SliceLayout(1, SUMS))
         head = head_tile * EACH + g % EACH
-        token = (row * QUERIES + g // EACH).to(gl.int64)
-        there = (g < OWN) & (head < HEADS)
+        token = (first + g // EACH).to(gl.int64)
+        there = (g < EACH * queries) & (head < HEADS)
         d = gl.arange(0, RANK, layout=gl.SliceLayout(0, SUMS))
         if take == tiles:
             mass = gl.convert_layout(weight, gl.SliceLayout(1, SUMS))
@@ -171,7 +177,7 @@ def _many_heads(
             part = (slot * OWN + g).to(gl.int64) * RANK
             gl.store(partial + part[:, None] + d[None, :], acc, mask=there[:, None])
             lane = gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES))
-            kept = (lane < OWN) & (head_tile * EACH + lane % EACH < HEADS)
+            kept = (lane < EACH * queries) & (head_tile * EACH + lane % EACH < HEADS)
             gl.store(stats + (slot * OWN + lane) * 2, best, mask=kept)
             gl.store(stats + (slot * OWN + lane) * 2 + 1, weight, mask=kept)
         count -= take
@@ -189,7 +195,7 @@ def _many_heads(
 
 @gluon.jit
 def _few_heads(
-    q, absorbed, kv, tables, rows, lens, plan, partial, stats, scale, stride_token, stride_head, stride_block,
+    q, absorbed, kv, tables, rows, lens, starts, plan, partial, stats, scale, stride_token, stride_head, stride_block,
     stride_table,
     HEADS: gl.constexpr, EACH: gl.constexpr, QUERIES: gl.constexpr, NOPE: gl.constexpr, BLOCK: gl.constexpr,
     M: gl.constexpr, PDL: gl.constexpr,
@@ -223,6 +229,10 @@ def _few_heads(
     length = gl.load(entry + 4)
     line = gl.load(entry + 5)
     while count > 0:
+        first, queries = row, 1
+        if QUERIES > 1:
+            first = gl.load(starts + row)
+            queries = gl.load(starts + row + 1) - first
         tiles = (length + 63) // 64
         take = gl.minimum(count, tiles - tile)
         table = tables + line.to(gl.int64) * stride_table
@@ -234,15 +244,15 @@ def _few_heads(
               ROPE, WIDTH, BLOCK, NARROW)  # fmt: skip
         g = gl.arange(0, M, layout=gl.SliceLayout(1, WIDE))
         head = head_tile * EACH + g % EACH
-        token = (row * QUERIES + g // EACH).to(gl.int64)
-        there = (g < OWN) & (head < HEADS)
+        token = (first + g // EACH).to(gl.int64)
+        there = (g < EACH * queries) & (head < HEADS)
         d = gl.arange(0, RANK, layout=gl.SliceLayout(0, WIDE))
         at = (token * HEADS + head) * RANK
         async_copy.async_copy_global_to_shared(qc, absorbed + at[:, None] + d[None, :], there[:, None])
         g = gl.arange(0, M, layout=gl.SliceLayout(1, NARROW))
         head = head_tile * EACH + g % EACH
-        token = (row * QUERIES + g // EACH).to(gl.int64)
-        there = (g < OWN) & (head < HEADS)
+        token = (first + g // EACH).to(gl.int64)
+        there = (g < EACH * queries) & (head < HEADS)
         e = gl.arange(0, ROPE, layout=gl.SliceLayout(0, NARROW))
         at = token * stride_token + head * stride_head + NOPE
         async_copy.async_copy_global_to_shared(qr, q + at[:, None] + e[None, :], there[:, None])
@@ -251,7 +261,7 @@ def _few_heads(
         next_narrow = _blocks(table, begin + 64, length, BLOCK, NARROW)
 
         g = gl.arange(0, M, layout=gl.SliceLayout(0, SCORES))
-        last_seen = length - QUERIES + g // EACH
+        last_seen = length - queries + g // EACH
         n = gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES))
         best = gl.full([M], float("-inf"), gl.float32, layout=gl.SliceLayout(0, SCORES))
         weight = gl.zeros([M], gl.float32, layout=gl.SliceLayout(0, SCORES))
@@ -298,8 +308,8 @@ def _few_heads(
 
         g = gl.arange(0, M, layout=gl.SliceLayout(0, STORED))
         head = head_tile * EACH + g % EACH
-        token = (row * QUERIES + g // EACH).to(gl.int64)
-        there = (g < OWN) & (head < HEADS)
+        token = (first + g // EACH).to(gl.int64)
+        there = (g < EACH * queries) & (head < HEADS)
         d = gl.arange(0, RANK, layout=gl.SliceLayout(1, STORED))
         if take == tiles:
             share = 1.0 / gl.where(weight == 0.0, 1.0, weight)
@@ -311,7 +321,7 @@ def _few_heads(
             part = (slot * OWN + g).to(gl.int64) * RANK
             gl.store(partial + part[None, :] + d[:, None], gl.convert_layout(acc, STORED), mask=there[None, :])
             lane = gl.arange(0, M, layout=gl.SliceLayout(0, SCORES))
-            kept = (lane < OWN) & (head_tile * EACH + lane % EACH < HEADS)
+            kept = (lane < EACH * queries) & (head_tile * EACH + lane % EACH < HEADS)
             gl.store(stats + (slot * OWN + lane) * 2, best, mask=kept)
             gl.store(stats + (slot * OWN + lane) * 2 + 1, weight, mask=kept)
         count -= take

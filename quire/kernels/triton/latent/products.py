@@ -62,11 +62,12 @@ def _load_values(up, head, column, k, stride_up, NOPE: tl.constexpr, VALUE: tl.c
 
 @triton.jit
 def _merge(
-    latents, lens, plan, begins, partial, stats,
+    latents, lens, starts, plan, begins, partial, stats,
     HEADS: tl.constexpr, EACH: tl.constexpr, QUERIES: tl.constexpr, TILE: tl.constexpr, RANK: tl.constexpr,
     BLOCK: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Some values of one token and head: their parts merged into `latents`, if there are several.
+    """Some values of one token and head: their parts merged into `latents`, if there are several. Programs are numbered
+    as if every row had QUERIES tokens.
 
     PARTS of them are loaded at once: one after another, each would cost a round trip to L2.
     """
@@ -75,11 +76,16 @@ def _merge(
     d = tl.program_id(0) % BLOCKS * BLOCK + tl.arange(0, BLOCK)
     line = tl.program_id(0) // BLOCKS
     head = line % HEADS
-    token = line // HEADS
-    row = token // QUERIES
+    row = line // HEADS // QUERIES
+    query = line // HEADS % QUERIES
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
+    if QUERIES > 1:
+        begin_token = tl.load(starts + row)
+        if query >= tl.load(starts + row + 1) - begin_token:
+            return
+        line = (begin_token + query) * HEADS + head
     # The programs that computed parts of this row and head tile.
     each = tl.load(plan)
     tiles = (tl.load(lens + row) + TILE - 1) // TILE
@@ -87,7 +93,7 @@ def _merge(
     first = begin // each
     last = (begin + tl.maximum(tiles, 1) - 1) // each
     if first < last:
-        own = token % QUERIES * EACH + head % EACH
+        own = query * EACH + head % EACH
         best = tl.full([1], float("-inf"), tl.float32)
         weight = tl.zeros([1], tl.float32)
         total = tl.zeros([BLOCK], tl.float32)
@@ -161,15 +167,15 @@ FEW_TOKENS = 16
 
 def values_of_rows(
     latents: torch.Tensor, up: torch.Tensor, out: torch.Tensor, lens: torch.Tensor, plan: DecodePlan,
-    kernel: LatentDecode, nope: int, num_rows: int,
+    kernel: LatentDecode, nope: int, num_rows: int, starts: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
     """What `LatentDecode.attend` left, merged and multiplied with the heads' values, into out [*, heads * value]. Of
-    rows of length 0: anything."""
-    _, heads, rank = latents.shape
-    value, tokens = up.shape[1] - nope, num_rows * kernel.queries
+    rows of length 0: anything. latents [tokens, heads, rank]; `starts`: as `attend` had it."""
+    tokens, heads, rank = latents.shape
+    value = up.shape[1] - nope
     block = min(128, triton.next_power_of_2(rank))
-    _merge[(tokens * heads * triton.cdiv(rank, block),)](
-        latents, lens, plan.ranges, plan.begins, kernel.partial, kernel.stats,
+    _merge[(num_rows * kernel.queries * heads * triton.cdiv(rank, block),)](
+        latents, lens, lens if starts is None else starts, plan.ranges, plan.begins, kernel.partial, kernel.stats,
         HEADS=heads, EACH=kernel.each, QUERIES=kernel.queries, TILE=kernel.tile.tokens, RANK=rank, BLOCK=block,
         PARTS=32, num_warps=4, **pdl(),
     )  # fmt: skip

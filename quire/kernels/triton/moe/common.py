@@ -25,11 +25,12 @@ class ExpertsConfig:
     """A kernel for the experts, and its tile shapes."""
 
     kernel: str
-    """`vector`: each pair by itself; `tile`: the tokens of an expert together."""
+    """`vector`: each pair by itself; `tile`: the tokens of an expert together. In few bits also `stream`, `scratch` and
+    `hopper`, see `quantized/experts.py`."""
     gate_up: GemmTile
     down: GemmTile
     block_m: int = 0
-    """Pairs per program (`tile`)."""
+    """Pairs per program (`tile`, `scratch`), or of an item (`hopper`)."""
     tma: bool = False
     """Whether TMA loads the weights, rather than the threads (`tile`)."""
 

@@ -2,7 +2,8 @@
 
 Looked up in the tuning tables (`tuning_table.py`), or else guessed. An entry: {"experts 256 128x768x2048/8 bfloat16":
 {"kernel": "tile", "gate_up": [64, 64, 4, 5], "down": [128, 64, 4, 5], "block_m": 32, "tma": true, "us": 300.1}};
-blocks are [n, k, warps, stages].
+blocks are [n, k, warps, stages]. Keys of experts in few bits end with the kind of their stacks: "… bfloat16 mxfp4";
+`quantized/experts.py` guesses for them.
 
 With few tokens per expert the kernels are bound by reading weights and need many bytes in flight on every
 multiprocessor. With many they are bound by the tensor cores, and a tile should do little else.
@@ -24,6 +25,8 @@ BUCKETS = (*(2**power for power in range(15)),)
 """Tokens: 1 to 16384. More use the last one's."""
 MAX_VECTOR_TOKENS = 8
 """With more, tokens share experts often enough for tiles to pay."""
+KERNELS, QUANTIZED_KERNELS = ("vector", "tile"), ("tile", "hopper")
+"""Those that entries may name: of 16-bit experts, and of experts in few bits."""
 INVARIANT = ExpertsConfig("tile", GemmTile(64, 64, 4, 4), GemmTile(128, 64, 4, 4), 64)
 """Batch-invariant: one shape for any number of tokens, so that sums always have the same order."""
 _SHARED = 224 * 1024  # bytes of shared memory per multiprocessor, less what the compiler needs
@@ -151,6 +154,7 @@ class ExpertsTuner:
                 progress(tokens, entry)
         self._tables.record(found)
         _chosen.cache_clear()
+        quantized_entry.cache_clear()
         return found
 
     def candidate_configs(
@@ -199,9 +203,17 @@ def _chosen(shape: ExpertsShape, bucket: int, dtype: torch.dtype) -> ExpertsConf
     return ExpertsTuner(current_tables()).choose(shape, bucket, dtype)
 
 
-def key_of(shape: ExpertsShape, bucket: int, dtype: torch.dtype) -> str:
-    """The key in a table."""
-    return f"experts {bucket} {shape.experts}x{shape.width}x{shape.hidden}/{shape.top_k} {dtype_name(dtype)}"
+@functools.cache
+def quantized_entry(shape: ExpertsShape, bucket: int, dtype: torch.dtype, kind: str) -> ExpertsConfig | None:
+    """The tables' configuration for experts in few bits; None: it was not measured."""
+    entry = current_tables().get(key_of(shape, bucket, dtype, kind))
+    return None if entry is None else config_of(entry, QUANTIZED_KERNELS)
+
+
+def key_of(shape: ExpertsShape, bucket: int, dtype: torch.dtype, kind: str = "") -> str:
+    """The key in a table. `kind`: that of stacks in few bits."""
+    size = f"{shape.experts}x{shape.width}x{shape.hidden}/{shape.top_k}"
+    return f"experts {bucket} {size} {dtype_name(dtype)} {kind}".rstrip()
 
 
 def entry_of(config: ExpertsConfig) -> Entry:
@@ -209,11 +221,15 @@ def entry_of(config: ExpertsConfig) -> Entry:
     entry: Entry = {"kernel": config.kernel, "gate_up": [*config.gate_up], "down": [*config.down]}
     if config.kernel == "tile":
         entry |= {"block_m": config.block_m, "tma": config.tma}
+    elif config.kernel == "hopper":
+        entry |= {"block_m": config.block_m}
     return entry
 
 
-def config_of(entry: Entry) -> ExpertsConfig | None:
-    """The configuration of an entry; None for entries that this version does not support."""
+def config_of(entry: Entry, kernels: Sequence[str] = KERNELS) -> ExpertsConfig | None:
+    """The configuration of an entry; None for entries that this version does not support, or not among `kernels`."""
+    if entry.get("kernel") not in kernels:
+        return None
     blocks = entry.get("gate_up"), entry.get("down")
     if not all(isinstance(block, list) and len(block) == 4 and all(map(_is_small, block)) for block in blocks):
         return None
@@ -221,8 +237,8 @@ def config_of(entry: Entry) -> ExpertsConfig | None:
     block_m = entry.get("block_m", 0)
     if entry.get("kernel") == "vector":
         return ExpertsConfig("vector", gate_up, down)
-    if entry.get("kernel") == "tile" and _is_small(block_m) and block_m >= 16:
-        return ExpertsConfig("tile", gate_up, down, block_m, bool(entry.get("tma")))
+    if _is_small(block_m) and block_m >= 16:
+        return ExpertsConfig(entry["kernel"], gate_up, down, block_m, bool(entry.get("tma")))
     return None
 
 

@@ -1,7 +1,10 @@
 """Each token through the experts that the router chose for it, with weights in few bits.
 
-`quantized_experts` serves any number of tokens: up to `MAX_VECTOR_TOKENS` pair by pair (`expert_vectors.py`), more are
-sorted by expert into tiles (`expert_tiles.py`). None of the kernels synchronizes with the host.
+`quantized_experts` serves any number of tokens: up to `MAX_VECTOR_TOKENS` pair by pair (`expert_vectors.py`,
+`expert_streams.py`), more are sorted by expert into tiles (`expert_tiles.py`, MXFP4 on Hopper `expert_hopper.py`), very
+many multiply the dequantized stack (`expert_scratch.py`). None of the kernels synchronizes with the host.
+
+Which kernel it is, the tuning tables say (`moe/tuning.py`), or else `candidates` guesses.
 """
 
 from __future__ import annotations
@@ -18,8 +21,9 @@ from quire.kernels.triton.moe.common import ChosenExperts, ExpertsConfig, Expert
 from quire.kernels.triton.moe.layout import LARGE, SMALL, arrange
 from quire.kernels.triton.moe.route import MAX_EXPERTS, route
 from quire.kernels.triton.moe.tile import combine
-from quire.kernels.triton.moe.tuning import BUCKETS, choose_experts
-from quire.kernels.triton.quantized import expert_streams
+from quire.kernels.triton.moe.tuning import BUCKETS, choose_experts, quantized_entry
+from quire.kernels.triton.quantized import expert_hopper, expert_streams
+from quire.kernels.triton.quantized.expert_hopper import config_for, hopper_experts
 from quire.kernels.triton.quantized.expert_scratch import scratch_experts
 from quire.kernels.triton.quantized.expert_stacks import Stack, stack_of
 from quire.kernels.triton.quantized.expert_streams import stream_experts
@@ -63,7 +67,10 @@ def tile_experts(
     return combine(results, routing.weights, routing.experts, gate_up.experts)
 
 
-_KERNELS = {"vector": vector_experts, "stream": stream_experts, "tile": tile_experts, "scratch": scratch_experts}
+_KERNELS = {
+    "vector": vector_experts, "stream": stream_experts, "tile": tile_experts, "hopper": hopper_experts,
+    "scratch": scratch_experts,
+}  # fmt: skip
 
 
 def expert_outputs(
@@ -127,6 +134,16 @@ _PAIRED = _DEQUANTIZED | {
     64: ([(128, 64, 8, 4), (64, 64, 4, 3), (128, 192, 8, 3)], [(128, 64, 8, 4), (128, 192, 8, 3), (128, 64, 4, 3)]),
 }
 """The same for MXFP4 codes that are read in pairs (`expert_tiles.in_pairs`)."""
+_HOPPER = {
+    block_m: Candidates(configs[0], [config.gate_up for config in configs], [config.down for config in configs])
+    for block_m, configs in (
+        (16, [config_for(16, 8, 6), config_for(16, 16, 6)]),
+        (32, [config_for(32, 8, 6)]),
+        (64, [config_for(64, 8, 5), config_for(64, 8, 6), config_for(64, 16, 5)]),
+        (128, [config_for(128, 8, 4)]),
+    )
+}
+"""For `hopper`, by block_m: (rows, warps, stages), measured on an H200."""
 
 
 def candidates(gate_up: Stack, down: Stack, top_k: int, tokens: int) -> list[Candidates]:
@@ -139,6 +156,8 @@ def candidates(gate_up: Stack, down: Stack, top_k: int, tokens: int) -> list[Can
     elif tokens <= MAX_VECTOR_TOKENS and _fits_vectors(gate_up) and _fits_vectors(down):
         found.append(Candidates(ExpertsConfig("vector", vectors[0][0], vectors[1][0]), *vectors))
     pairs, each = in_pairs(gate_up, down), tokens * top_k / gate_up.experts
+    if expert_hopper.fits(gate_up, down):
+        found.append(_HOPPER[_item_height(each)])
     table = _SCALED if gate_up.quantizes else _PAIRED if pairs else _DEQUANTIZED
     for block_m in _tile_heights(each, pairs):
         if block_m not in table:
@@ -148,7 +167,7 @@ def candidates(gate_up: Stack, down: Stack, top_k: int, tokens: int) -> list[Can
         found.append(Candidates(ExpertsConfig("tile", gate_ups[0], downs[0], block_m, tma), gate_ups, downs))
     if found[0].base.kernel in ("vector", "stream") and tokens > MAX_VECTOR_TOKENS // 2:
         found.append(found.pop(0))
-    copied = gate_up.copy is not None and down.copy is not None
+    copied = _are_copied(gate_up, down)
     enough = COPY_TOKENS if copied else PAIRED_SCRATCH_TOKENS if pairs else SCRATCH_TOKENS
     if not (gate_up.quantizes or down.quantizes) and 4 * each > enough:
         shape = ExpertsShape(gate_up.experts, top_k, down.inputs, gate_up.inputs)
@@ -164,6 +183,19 @@ def _tile_heights(tokens_an_expert: float, pairs: bool) -> list[int]:
     if tokens_an_expert <= (20 if pairs else 32):
         return [32, 16]
     return [64, 32] if tokens_an_expert <= 64 else [64, 128]
+
+
+def _item_height(tokens_an_expert: float) -> int:
+    """block_m of `hopper`: few experts should need a second item, for which codes become numbers once more; rows that
+    an item has room for and does not have cost less."""
+    if tokens_an_expert <= 16:
+        return 16 if tokens_an_expert <= 8 else 32
+    return 64 if tokens_an_expert <= 64 else 128
+
+
+def _are_copied(gate_up: Stack, down: Stack) -> bool:
+    """Whether both stacks have 16-bit copies."""
+    return gate_up.copy is not None and down.copy is not None
 
 
 def _fits_vectors(stack: Stack) -> bool:
@@ -184,7 +216,20 @@ def config_of(gate_up: Stack, down: Stack, top_k: int, tokens: int, batch_invari
     """The kernel and tile shapes for so many tokens."""
     if batch_invariant:
         return INVARIANT[gate_up.quantizes]
-    return candidates(gate_up, down, top_k, bucket_of(tokens, BUCKETS) or BUCKETS[-1])[0].base
+    bucket = bucket_of(tokens, BUCKETS) or BUCKETS[-1]
+    return _measured(gate_up, down, top_k, bucket) or candidates(gate_up, down, top_k, bucket)[0].base
+
+
+def _measured(gate_up: Stack, down: Stack, top_k: int, tokens: int) -> ExpertsConfig | None:
+    """What a tuning table says, measured without copies; None: nothing, or of a kernel that cannot run here, or there
+    are copies and enough tokens for them."""
+    if _are_copied(gate_up, down) and tokens * top_k > COPY_TOKENS * gate_up.experts:
+        return None
+    shape = ExpertsShape(gate_up.experts, top_k, down.inputs, gate_up.inputs)
+    config = quantized_entry(shape, tokens, gate_up.dtype, gate_up.kind)
+    if config is not None and config.kernel == "hopper" and not expert_hopper.fits(gate_up, down):
+        return None
+    return config
 
 
 def launches(

@@ -25,7 +25,6 @@ from quire.kernels.triton.quantized.gemm import WeightOnlyConfig, WeightOnlyGemm
 from quire.kernels.triton.quantized.layouts import (
     arange,
     batch_layouts,
-    in_layout,
     layout_jit,
     multiply,
     open_row,
@@ -34,7 +33,7 @@ from quire.kernels.triton.quantized.layouts import (
     zeros,
 )
 from quire.kernels.triton.quantized.words import EMULATED, offset_of, scale_of, split, unit, value
-from quire.kernels.triton.skinny_gemm.common import finish
+from quire.kernels.triton.skinny_gemm.direct import finish_tile, tile_lines
 
 MAX_ROWS = 16
 MAX_CHUNKS = 32
@@ -90,17 +89,6 @@ def _numbers(
     if offset is not None:
         offset = offset[:, :, None]
     return value(fields[FIELD], scale, offset, FIELD, MINIMUM, FORMAT, DTYPE)
-
-
-@triton.jit
-def _lines(first, local, N, OUTPUTS: tl.constexpr, SILU: tl.constexpr):
-    """The weight's rows of a tile's outputs. Past the end the last repeats and is not stored; with a gate, up features
-    follow the gate's."""
-    if SILU:
-        output = tl.minimum(first + local % OUTPUTS, N - 1) + N * (local // OUTPUTS)
-    else:
-        output = tl.minimum(first + local, N - 1)
-    return output.to(tl.int64)[None, :]
 
 
 @triton.jit
@@ -163,9 +151,6 @@ def _outputs(
     """
     B: tl.constexpr = LAYOUTS.b
     TOTAL: tl.constexpr = LAYOUTS.total
-    OUTPUT_Y: tl.constexpr = LAYOUTS.output_y
-    ROW_Y: tl.constexpr = LAYOUTS.row_y
-    Y: tl.constexpr = LAYOUTS.y
     DTYPE: tl.constexpr = x.dtype.element_ty
     SPAN: tl.constexpr = WORDS * FIELDS
     SPANS: tl.constexpr = K // SPAN
@@ -175,7 +160,7 @@ def _outputs(
     OUTPUTS: tl.constexpr = BLOCK_N // 2 if SILU else BLOCK_N
     factors = None
     if factor is not None:
-        factors = tl.load(factor + _lines(first, local, N, OUTPUTS, SILU) + warp * 0)
+        factors = tl.load(factor + tile_lines(first, local, N, OUTPUTS, SILU)[None, :] + warp * 0)
     # Two sums: a product waits for the one before it.
     total = zeros([SLICES, BLOCK_N, BLOCK_M], TOTAL)
     other = zeros([SLICES, BLOCK_N, BLOCK_M], TOTAL)
@@ -183,7 +168,7 @@ def _outputs(
         present = held[:HELD]
         held = held[HELD:]
         if TILE * CHUNKS + chunk + DEPTH < TILES * CHUNKS:
-            lines = _lines(first + (chunk + DEPTH) // CHUNKS * OUTPUTS, local, N, OUTPUTS, SILU)
+            lines = tile_lines(first + (chunk + DEPTH) // CHUNKS * OUTPUTS, local, N, OUTPUTS, SILU)[None, :]
             span = warp + (chunk + DEPTH) % CHUNKS * SLICES
             held = held + _load(
                 codes, scale, zero, minimum, lines, span, column, K, FIELDS, WORDS, GROUPS, GROUP, EVEN
@@ -199,15 +184,8 @@ def _outputs(
                 total = multiply(numbers, taken, total)
             else:
                 other = multiply(numbers, taken, other)
-    out = in_layout(tl.sum(total + other, 0) * (inverse * unit(FORMAT, DTYPE)), Y)
-    up = out
-    if SILU:
-        # Other threads have the up features: each half is summed with zeros in place of the other.
-        is_gate = arange(0, BLOCK_N, OUTPUT_Y)[:, None] < OUTPUTS
-        up = in_layout(tl.sum(tl.reshape(tl.where(is_gate, 0.0, out), (2, OUTPUTS, BLOCK_M)), 0), Y)
-        out = in_layout(tl.sum(tl.reshape(tl.where(is_gate, out, 0.0), (2, OUTPUTS, BLOCK_M)), 0), Y)
-    place = first + arange(0, OUTPUTS, OUTPUT_Y)[:, None]
-    finish(out, up, bias, y, arange(0, BLOCK_M, ROW_Y)[None, :], place, rows, N, SILU)
+    sums = tl.sum(total + other, 0) * (inverse * unit(FORMAT, DTYPE))
+    finish_tile(sums, bias, y, first, rows, N, BLOCK_M, BLOCK_N, SILU, LAYOUTS)
     return held
 
 
@@ -241,7 +219,7 @@ def _few(
     warp = arange(0, SLICES, SLICE_A)[:, None]
     held = ()
     for chunk in tl.static_range(DEPTH):
-        lines = _lines(begin + chunk // CHUNKS * OUTPUTS, local, N, OUTPUTS, SILU)
+        lines = tile_lines(begin + chunk // CHUNKS * OUTPUTS, local, N, OUTPUTS, SILU)[None, :]
         span = warp + chunk % CHUNKS * SLICES
         held = held + _load(codes, scale, zero, minimum, lines, span, column, K, FIELDS, WORDS, GROUPS, GROUP, EVEN)
     if PDL:

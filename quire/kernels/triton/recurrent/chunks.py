@@ -31,7 +31,9 @@ class Chunks(NamedTuple):
     begins: torch.Tensor
     """[chunks] int32: the chunk's first token, counted from the row's first in the step."""
     first_row: int
-    """Rows before it are decodes."""
+    """Rows before it are decodes, or verify drafts…"""
+    skipped: int
+    """…and have this many tokens."""
     num_rows: int
     """Rows with chunks."""
 
@@ -40,17 +42,19 @@ def plan_chunks(step: StepRows) -> Chunks:
     """The chunks of all rows after the decodes; computed once a step, on the device."""
     key = "state chunks"
     if key not in step.plans:
-        rows = step.num_rows - step.num_decodes
-        limit = (step.num_tokens - step.num_decodes) // CHUNK + rows
-        counts = step.query_starts[step.num_decodes :].diff()
+        first = step.num_verifying or step.num_decodes
+        skipped = step.num_verified if step.num_verifying else first
+        rows = step.num_rows - first
+        limit = (step.num_tokens - skipped) // CHUNK + rows
+        counts = step.query_starts[first:].diff()
         chunks = (counts + CHUNK - 1) // CHUNK
         ends = chunks.cumsum(0)
         index = torch.arange(limit, device=ends.device)
         row = torch.searchsorted(ends, index, right=True)
         within = row.clamp(max=rows - 1)
         begins = ((index - (ends - chunks)[within]) * CHUNK).int()
-        numbers = torch.where(row < rows, row + step.num_decodes, -1).int()
-        step.plans[key] = Chunks(numbers, begins, step.num_decodes, rows)
+        numbers = torch.where(row < rows, row + first, -1).int()
+        step.plans[key] = Chunks(numbers, begins, first, skipped, rows)
     return step.plans[key]
 
 
@@ -125,10 +129,10 @@ def convolve(
     else:
         normed, width, last, scale = 0, 1, 128, 1.0
     blocks = normed + -(-(layer.channels - normed * width) // last)
-    out = projected.new_empty(step.num_tokens - step.num_decodes, layer.channels)
+    out = projected.new_empty(step.num_tokens - chunks.skipped, layer.channels)
     _convolve[(len(chunks.rows) * (CHUNK // tokens), blocks)](
         projected, projected.stride(0), layer.conv, layer.bias, out, out.stride(0), *places[4:8],
-        *tables_of(step), step.query_starts, step.context_lens, chunks.rows, chunks.begins, step.num_decodes, scale,
+        *tables_of(step), step.query_starts, step.context_lens, chunks.rows, chunks.begins, chunks.skipped, scale,
         FIRST=layer.first_channel, CHANNELS=layer.channels, NORMED=normed, WIDTH=width, LAST_WIDTH=last,
         ALIGN=math.gcd(16, normed * width, last, width if normed else 16),
         BLOCK=power_of_two(max(width, last)), CHUNK=CHUNK, TOKENS=tokens, SLOTS=places.slots, PIECE=places.piece,

@@ -51,6 +51,11 @@ def tables_of(step: StepRows) -> tuple[torch.Tensor, int, torch.Tensor | None]:
     return step.block_tables, step.block_tables.stride(0), step.rows
 
 
+def held(x: torch.Tensor, step: StepRows) -> torch.Tensor:
+    """The rows of x [tokens, ...] of rows that verify drafts, to be read after the step; not the memory of prompts."""
+    return x if len(x) == step.num_verified else x[: step.num_verified].clone()
+
+
 @triton.jit
 def table_of(tables, table_stride, rows, row):
     """Pointer to the page table of a row of the step."""
@@ -109,33 +114,34 @@ def with_token(earlier, inputs, own, channel, inside):
     return silu(earlier + tl.load(inputs + channel, mask=inside, other=0.0).to(tl.float32) * own)
 
 
+MAX_TAPS = 4
+"""The most taps that rows of several tokens are convolved with: their inputs are in registers."""
+
+
 @triton.jit
-def convolved(
-    inputs, input_stride, at, conv, bias, channel, channels, inside, place, position,
+def past(
+    at, conv, channel, channels, inside, position, BACK: tl.constexpr,
     SLOTS: tl.constexpr, PIECE: tl.constexpr, TAPS: tl.constexpr,
 ):  # fmt: skip
-    """silu of the convolution of a row's token; vectors over channels.
+    """(the input `BACK` positions before `position`, from the ring; the weight of its tap); zeros without that tap."""
+    exists = inside & (TAPS > BACK)
+    slot = tl.maximum(position - BACK, 0) % SLOTS
+    value = tl.load(at + slot * PIECE, mask=exists & (position >= BACK), other=0.0).to(tl.float32)
+    weight = tl.load(conv + (TAPS - 1 - BACK) * channels + channel, mask=exists, other=0.0).to(tl.float32)
+    return value, weight
 
-    inputs  pointer to the layer's inputs of the row's first token in the step, at the convolution's first channel
-    at      pointers to slot 0 of the ring
-    place   of the token among the row's tokens in the step; position: in the whole row
-    """
-    total = tl.zeros(channel.shape, tl.float32)
-    if bias is not None:
-        total += tl.load(bias + channel, mask=inside, other=0.0).to(tl.float32)
-    for tap in tl.static_range(TAPS):
-        back = TAPS - 1 - tap
-        weight = tl.load(conv + tap * channels + channel, mask=inside, other=0.0).to(tl.float32)
-        if back == 0:
-            value = tl.load(inputs + place * input_stride + channel, mask=inside, other=0.0)
-        else:
-            here = place >= back
-            slot = tl.maximum(position - back, 0) % SLOTS
-            before = tl.load(at + slot * PIECE, mask=inside & (not here) & (position >= back), other=0.0)
-            value = tl.load(inputs + (place - back) * input_stride + channel, mask=inside & here, other=0.0)
-            value = tl.where(here, value, before)
-        total += value.to(tl.float32) * weight
-    return silu(total)
+
+@triton.jit
+def convolved(bias, x3, w3, x2, w2, x1, w1, x, own, TAPS: tl.constexpr):
+    """silu of the convolution of a token with input x, after inputs x3, x2, x1; sums in the order of `from_ring`."""
+    total = bias
+    if TAPS > 3:
+        total += x3 * w3
+    if TAPS > 2:
+        total += x2 * w2
+    if TAPS > 1:
+        total += x1 * w1
+    return silu(total + x * own)
 
 
 @triton.jit

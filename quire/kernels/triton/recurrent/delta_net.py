@@ -29,6 +29,7 @@ from quire.kernels.states import DeltaNet, States, StepRows
 from quire.kernels.triton.launch import gdc_launch_dependents, gdc_wait, num_sms, pdl
 from quire.kernels.triton.recurrent.chunks import CHUNK, convolve, plan_chunks
 from quire.kernels.triton.recurrent.common import (
+    MAX_TAPS,
     input_precision,
     keep_inputs,
     places_of,
@@ -234,7 +235,7 @@ def delta_net_prompts(
     chunks, places = plan_chunks(step), places_of(states)
     heads, dk, dv = layer.value_heads, layer.key_dim, layer.value_dim
     config = config or choose(chunks.num_rows * heads, dv)
-    skipped = step.num_decodes
+    skipped = chunks.skipped
     tokens = step.num_tokens - skipped
     mixed = convolve(projected, layer, states, step)
     values = projected.new_empty(tokens, heads, dv)
@@ -269,4 +270,4 @@ def choose(programs: int, value_dim: int) -> DeltaNetConfig:
 def is_supported(layer: DeltaNet) -> bool:
     """Whether these kernels take the layer's shapes."""
     sizes = (layer.key_dim, layer.value_dim)
-    return all(size >= 16 and size & (size - 1) == 0 for size in sizes)
+    return all(size >= 16 and size & (size - 1) == 0 for size in sizes) and len(layer.conv) <= MAX_TAPS

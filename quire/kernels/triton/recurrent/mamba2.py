@@ -19,6 +19,7 @@ from quire.kernels.states import Mamba2, States, StepRows
 from quire.kernels.triton.launch import gdc_launch_dependents, gdc_wait, num_sms, pdl
 from quire.kernels.triton.recurrent.chunks import CHUNK, convolve, plan_chunks
 from quire.kernels.triton.recurrent.common import (
+    MAX_TAPS,
     input_precision,
     keep_inputs,
     places_of,
@@ -125,7 +126,7 @@ def mamba2_prompts(
     mixed = convolve(projected, layer, states, step)
     _scan[(chunks.num_rows * layer.heads,)](
         mixed, projected, projected.stride(0), layer.decay, layer.dt_bias, layer.skip, out, *places[:8],
-        *tables_of(step), step.query_starts, step.context_lens, *layer.dt_limit, chunks.first_row, step.num_decodes,
+        *tables_of(step), step.query_starts, step.context_lens, *layer.dt_limit, chunks.first_row, chunks.skipped,
         HEADS=layer.heads, GROUPS=layer.groups, DIM=layer.head_dim, STATE=layer.state_dim, CHUNK=CHUNK,
         SLOTS=places.slots, PIECE=places.piece, STAGES=config.stages, PRECISION=input_precision(projected.dtype),
         num_warps=config.warps, **pdl(),
@@ -140,4 +141,4 @@ def choose(programs: int) -> Mamba2Config:
 def is_supported(layer: Mamba2) -> bool:
     """Whether these kernels take the layer's shapes."""
     sizes = (layer.head_dim, layer.state_dim)
-    return all(size >= 16 and size & (size - 1) == 0 for size in sizes)
+    return all(size >= 16 and size & (size - 1) == 0 for size in sizes) and len(layer.conv) <= MAX_TAPS

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 
+from quire.kernels.triton.skinny_gemm import direct
 from quire.kernels.triton.skinny_gemm.common import GemmConfig
 from quire.kernels.triton.skinny_gemm.dot import MAX_ROWS as MAX_DOT_ROWS
 from quire.kernels.triton.skinny_gemm.vector import MAX_ROWS as MAX_VECTOR_ROWS
@@ -56,9 +57,13 @@ class GemmShape(NamedTuple):
 
 
 def candidates(shape: GemmShape, rows: int, dtype: torch.dtype, gpu: Gpu) -> list[GemmConfig]:
-    """Configurations for a GEMM of at most `rows` rows (a power of two): at most ten, the best guesses first."""
+    """Configurations for a GEMM of at most `rows` rows (a power of two): at most 16, the best guesses first."""
     if shape.k * dtype.itemsize % 16 or shape.outputs < 8:
         return []  # loads need rows aligned to 16 bytes; a few outputs are not worth a kernel
+    return _without_directs(shape, rows, dtype, gpu) + _directs(shape, rows, dtype, gpu)
+
+
+def _without_directs(shape: GemmShape, rows: int, dtype: torch.dtype, gpu: Gpu) -> list[GemmConfig]:
     vectors = _vectors(shape, rows, dtype, gpu)[:6] if rows <= MAX_VECTOR_ROWS else []
     # No tensor cores in float32; in float16 a stream times its gain may overflow. Every program recomputes the norm,
     # which costs too much with many rows.
@@ -144,6 +149,20 @@ def _score_vector(shape: GemmShape, rows: int, config: GemmConfig, chunks: int, 
     used = shape.k / (chunks * warps)  # share of lanes in use, up to a constant factor
     barrier = 0.8 if warps == 8 and rows > 1 else 1.0  # eight warps wait longest for each other
     return balance * in_flight * overlap * useful * used * barrier
+
+
+def _directs(shape: GemmShape, rows: int, dtype: torch.dtype, gpu: Gpu) -> list[GemmConfig]:
+    """At most six: with few tiles a program each, otherwise persistent ones, as many as are resident at once."""
+    if dtype.itemsize != 2 or not 1 < rows <= direct.MAX_ROWS or shape.norm:
+        return []
+    few = ((16, 4, 6, 0), (16, 4, 4, 0), (16, 8, 4, 0), (32, 4, 3, 0))
+    many = ((16, 4, 4, 3), (16, 4, 3, 4), (16, 4, 4, 4), (16, 2, 4, 7), (16, 4, 6, 2), (16, 4, 4, 0))
+    found = []
+    for lines, warps, stages, programs in many if shape.n > 64 * gpu.multiprocessors else few:
+        if direct.chunks(shape.k, warps) <= direct.MAX_CHUNKS and warps * direct.WIDTH <= shape.k:
+            block_n = lines // 2 if shape.silu else lines
+            found.append(GemmConfig("direct", block_n, max(rows, 8), direct.WIDTH, warps, stages, programs=programs))
+    return found
 
 
 def _dots(shape: GemmShape, rows: int, gpu: Gpu) -> list[GemmConfig]:

@@ -18,24 +18,24 @@ class GemmConfig:
     """A kernel and its tile shape."""
 
     kernel: str
-    """`vector`, `dot` or `tile`."""
+    """`vector`, `direct`, `dot` or `tile`."""
     block_n: int
     """Outputs per program (with a gate: gate features, and as many up features)."""
     block_m: int = 16
-    """Rows per program (`dot`, `tile`)."""
+    """Rows per program (`direct`, `dot`, `tile`)."""
     block_k: int = 64
-    """Inputs per loop iteration: of each warp (`dot`), of the program (`tile`)."""
+    """Inputs per loop iteration: of each warp (`direct`, where it is fixed; `dot`), of the program (`tile`)."""
     warps: int = 4
     stages: int = 4
-    """Software-pipeline stages (`dot`, `tile`)."""
+    """Software-pipeline stages (`dot`, `tile`); chunks of weights in flight (`direct`)."""
     split: int = 1
     """Split-K: programs that share the inputs of a tile (`tile`)."""
     programs: int = 0
-    """Persistent programs per multiprocessor (`vector`: loop over outputs; `tile`: stream-K); 0: one per tile."""
+    """Persistent programs per multiprocessor (`vector`, `direct`: for many tiles; `tile`: stream-K); 0: one a tile."""
     tma: bool = False
     """Whether TMA loads the tiles, rather than the threads (`tile`)."""
     early: bool = False
-    """Whether dependents are launched before `gdc_wait` rather than after (`vector`)."""
+    """Whether dependents are launched before `gdc_wait` rather than after (`vector`, `direct`)."""
 
 
 @dataclass(slots=True)

@@ -1,10 +1,10 @@
 """Skinny GEMMs, y = x @ weight.T, with the preceding norm and the following activation fused.
 
 A decode step reads every weight once, and with few rows nothing else takes time: what counts is the memory bandwidth
-reached and the gaps between kernels. Three kernels cover the range (`GemmConfig` names one and its tile shape;
-`tuning.py` chooses): `vector` for up to 4 rows on FMA units, `dot` on small tensor-core tiles for up to 64 rows, `tile`
-on large ones for any number. All of them read their weights, or prefetch them into L2, before the preceding kernel has
-ended (programmatic dependent launch).
+reached and the gaps between kernels. Four kernels cover the range (`GemmConfig` names one and its tile shape;
+`tuning.py` chooses): `vector` for up to 4 rows on FMA units; on tensor cores `direct` for up to 16 rows, without shared
+memory, `dot` on small tiles for up to 64 rows, `tile` on large ones for any number. All of them read their weights, or
+prefetch them into L2, before the preceding kernel has ended (programmatic dependent launch).
 
 Fused on request:
 - the preceding norm: x becomes rms_norm(residual + x). The gain is applied to x and the rms to the result, so one pass
@@ -22,11 +22,12 @@ import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from quire.kernels.triton.skinny_gemm.common import Gemm, GemmConfig, GemmLaunch
+from quire.kernels.triton.skinny_gemm.direct import direct_launch
 from quire.kernels.triton.skinny_gemm.dot import dot_launch
 from quire.kernels.triton.skinny_gemm.tile import tile_launch
 from quire.kernels.triton.skinny_gemm.vector import vector_launch
 
-_LAUNCHES = {"vector": vector_launch, "dot": dot_launch, "tile": tile_launch}
+_LAUNCHES = {"vector": vector_launch, "direct": direct_launch, "dot": dot_launch, "tile": tile_launch}
 
 
 def skinny_linear(

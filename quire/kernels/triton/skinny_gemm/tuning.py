@@ -26,6 +26,8 @@ MEASURED_BUCKETS = BUCKETS[:-1]
 KINDS = ("linear", "silu_linear", "norm_linear", "norm_silu_linear")
 """Less fused kinds first: a kind is measured against combinations of those before it."""
 
+EARLY_KERNELS = ("vector", "direct")
+"""Kernels that may launch their dependents before they wait."""
 MARGIN = 0.98
 """Our kernel must take at most this share of the time of what it replaces: a smaller gain is noise."""
 
@@ -110,7 +112,7 @@ class GemmTuner:
             time = timer(shape, rows, dtype, GemmVariant(config, shape.norm, shape.silu))
             if time < us:
                 best, us = config, time
-        if best is not None and best.kernel == "vector":
+        if best is not None and best.kernel in EARLY_KERNELS:
             early = replace(best, early=True)
             time = timer(shape, rows, dtype, GemmVariant(early, shape.norm, shape.silu))
             if time < us:
@@ -165,7 +167,7 @@ def candidate_kernels(
 
     def tried(shape: GemmShape, rows: int) -> list[GemmConfig]:
         configs = candidates(shape, rows, dtype, gpu)
-        return configs + [replace(config, early=True) for config in configs if config.kernel == "vector"]
+        return configs + [replace(config, early=True) for config in configs if config.kernel in EARLY_KERNELS]
 
     kernels = distinct_kernels(shapes, dtype, buckets, tried)
     return [kernel for kernel in kernels if kernel.residual or not kernel.shape.norm]
@@ -202,7 +204,7 @@ def entry_of(config: GemmConfig) -> Entry:
 
 def config_of(entry: Entry) -> GemmConfig | None:
     """The configuration of an entry; None for `cublas`, and for entries that this version does not support."""
-    if entry.get("kernel") not in ("vector", "dot", "tile"):
+    if entry.get("kernel") not in ("vector", "direct", "dot", "tile"):
         return None
     known = {field.name: entry[field.name] for field in fields(GemmConfig) if field.name in entry}
     return GemmConfig(**known) if _is_sound(known) else None
