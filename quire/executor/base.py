@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 from quire.executor.expert_balance import ExpertBalance
 from quire.messages.caches import FULL, CacheGroup
 from quire.messages.experts import Rebalanced
+from quire.messages.memory_use import MemoryUse
 from quire.messages.plan import StepMasks, StepPlan, StepResult
+from quire.messages.speculation import DeviceDrafts
 
 if TYPE_CHECKING:
     from quire.config import EngineConfig
@@ -67,6 +69,10 @@ class Executor(Protocol):
 
     def rebalance_experts(self) -> Rebalanced | None:
         """Between two steps, move experts to balance the load. None if they cannot be moved."""
+        ...
+
+    def memory_use(self) -> MemoryUse | None:
+        """Bytes in use now, of the rank with the least free; None if not known. Does not wait for the device."""
         ...
 
     def check(self) -> float | None:
@@ -148,6 +154,8 @@ class StartedExecutor:
     layout: str = ""
     """Names the layout of blocks on all ranks, if it is not that of a plain model: blocks of other layouts must not be
     read."""
+    drafts: DeviceDrafts = field(default_factory=DeviceDrafts)
+    """What the device does about drafts."""
     host_room: HostTierInfo | None = None
     phases: dict[str, float] = field(default_factory=dict)
     """Seconds each part of the start took."""

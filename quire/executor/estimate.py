@@ -14,7 +14,7 @@ from quire.layers.moe import has_experts
 from quire.loading.files import ModelFiles
 from quire.loading.model_config import ModelConfig
 from quire.platforms.base import Platform
-from quire.worker.building import build_model
+from quire.worker.building import build_model, build_proposer
 from quire.worker.memory import MemoryNeeds
 
 
@@ -28,7 +28,10 @@ def estimate_needs(
     for stage in range(config.pipeline_parallel_size):
         ranks = Ranks(0, config.tensor_parallel_size, stage, config.pipeline_parallel_size, config.stage_layers)
         shapes = build_model(config, files, model, platform, limits.model_len, ranks, torch.device("meta"))
-        stages.append(MemoryNeeds.estimate(shapes, config, model, limits.model_len, limits.rows, limits.tokens))
+        proposer = build_proposer(config, files, shapes)
+        stages.append(
+            MemoryNeeds.estimate(shapes, config, model, limits.model_len, limits.rows, limits.tokens, proposer)
+        )
         is_mixture = is_mixture or has_experts(shapes)  # type: ignore[arg-type]
     if config.enable_expert_parallel and not is_mixture:  # a single stage may have none
         raise ConfigError(

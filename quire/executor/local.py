@@ -18,10 +18,11 @@ from quire.executor.estimate import estimate_needs
 from quire.executor.expert_balance import ExpertBalance
 from quire.executor.lockstep import LockstepExecutor
 from quire.layers.expert_placement import Placement
+from quire.messages.memory_use import MemoryUse
 from quire.messages.plan import StepMasks, StepPlan, StepResult
 from quire.platforms import choose
 from quire.platforms.base import Platform
-from quire.worker.memory import MemoryPlan, no_room
+from quire.worker.memory import MemoryPlan, measure_memory, no_room
 from quire.worker.runner import PendingStep
 from quire.worker.worker import Worker
 
@@ -74,6 +75,12 @@ class LocalExecutor:
             return {} if self._lost else self._worker.expert_counts()
         except RuntimeError:  # a step has failed on the device: its `collect` raises that
             return {}
+
+    def memory_use(self) -> MemoryUse | None:
+        try:
+            return None if self._lost else measure_memory()
+        except RuntimeError:  # as above
+            return None
 
     def place_experts(self, placements: Mapping[int, Placement]) -> None:
         """Hold these experts from the next step on."""
@@ -204,6 +211,7 @@ def _started(executor: Executor, worker: Worker, memory: MemoryPlan, platform: P
         reads_groups=worker.reads_groups,
         groups=worker.needs.groups,
         layout=worker.needs.layout,
+        drafts=worker.drafts,
         host_room=None if worker.mover is None else worker.mover.tier_info(),
         phases=worker.phases,
     )

@@ -11,6 +11,7 @@ from quire.distributed.lockstep import LockstepAgreement
 from quire.errors import RankLostError, StepError
 from quire.executor.expert_balance import ExpertBalance
 from quire.messages.experts import Rebalanced
+from quire.messages.memory_use import MemoryUse
 from quire.messages.plan import StepMasks, StepPlan, StepResult
 from quire.worker.runner import PendingStep
 from quire.worker.worker import Worker
@@ -87,6 +88,9 @@ class LockstepExecutor:
 
     def expert_counts(self) -> Mapping[int, Sequence[int]]:
         return self._local.expert_counts()
+
+    def memory_use(self) -> MemoryUse | None:
+        return self._local.memory_use()
 
     def rebalance_experts(self) -> None:
         return None  # only together with the other engines: `request_rebalance`

@@ -28,6 +28,7 @@ from quire.executor.expert_balance import ExpertBalance
 from quire.executor.links import RankLinks, StartedRanks
 from quire.executor.processes import RankProcesses
 from quire.messages.experts import Rebalanced
+from quire.messages.memory_use import MemoryUse
 from quire.messages.plan import MovesDone, StepMasks, StepPlan, StepResult, decode_result, encode
 from quire.messages.shared_memory import map_shared
 from quire.paths import child_environment
@@ -60,6 +61,8 @@ class MultiprocessExecutor:
         self._moves: dict[int, list[MovesDone]] = {}
         """By step: its transfers between tiers, of the ranks that have completed them."""
         self._counts: dict[int, Mapping[int, Sequence[int]]] = {}
+        self._memory: dict[int, MemoryUse] = {}
+        """What each rank reported last."""
         self._is_dense = False
         """The model has no experts in any stage: ranks need not be queried again."""
         self._placed: set[int] = set()
@@ -137,6 +140,7 @@ class MultiprocessExecutor:
             cache_bytes=sum(self._num_blocks * (plan["cache"] // plan["num_blocks"]) for plan in plans),
             reads_groups=first.reads_groups,
             groups=first.groups,
+            drafts=first.drafts,
             layout="|".join(filter(None, (self._loaded[rank].layout for rank in sorted(self._loaded)))),
             host_room=self._host_room(),
             phases=first.phases,
@@ -257,6 +261,9 @@ class MultiprocessExecutor:
         # Ranks of a stage have the same layers, and see all tokens.
         return {layer: counts for _, each in sorted(self._counts.items()) for layer, counts in each.items()}
 
+    def memory_use(self) -> MemoryUse | None:
+        return MemoryUse.tightest(self._memory.values())
+
     def rebalance_experts(self) -> Rebalanced | None:
         """Between two steps, move experts to balance the load since the last rebalance. Waits for launched steps."""
         if self.balance is None:
@@ -287,6 +294,8 @@ class MultiprocessExecutor:
         match message:
             case wire.Done(step=step) | wire.StepFailed(step=step):
                 self._answers.setdefault(step, {})[rank] = message
+                if isinstance(message, wire.Done) and message.memory is not None:
+                    self._memory[rank] = message.memory
             case wire.WeightsLoaded():
                 self._loaded[rank] = message
             case wire.RankReady():

@@ -53,6 +53,9 @@ class NullExecutor:
     def expert_counts(self) -> dict[int, list[int]]:
         return {}  # no model, no experts
 
+    def memory_use(self) -> None:
+        return None
+
     def rebalance_experts(self) -> None:
         return None
 

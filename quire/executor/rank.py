@@ -41,6 +41,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("quire.executor.rank")
 
+MEASURE_SECONDS = 1.0
+"""How often a rank reports its memory."""
+
 JOIN_SECONDS = 600.0
 """Timeout of collectives. The engine notices a dead rank long before."""
 
@@ -81,6 +84,7 @@ class RankLoop:
     def __init__(self, link: RankLink, executor: LocalExecutor, ranks: Ranks) -> None:
         self._link, self._executor = link, executor
         self._samples = ranks.is_last_stage
+        self._measured_at = 0.0
         self._reports = ranks.is_last_stage and ranks.tp_rank == 0
         self._launched: deque[tuple[int, Any]] = deque()
         self._waiting_since = 0.0
@@ -150,7 +154,10 @@ class RankLoop:
             return
         moves, result.moves_done = result.moves_done, []
         crc = zlib.crc32(result.tokens.tobytes())
-        self._link.send(wire.Done(step, crc, moves, encode(result) if self._reports else b""))
+        memory, now = None, time.monotonic()
+        if now - self._measured_at >= MEASURE_SECONDS:
+            memory, self._measured_at = self._executor.memory_use(), now
+        self._link.send(wire.Done(step, crc, moves, encode(result) if self._reports else b"", memory))
 
 
 def _waits_for_masks(handle: Any) -> bool:
@@ -253,6 +260,7 @@ def _start(link: RankLink, start: wire.StartRank, host: int | None) -> RankLoop:
                 slot_bytes=worker.slot_bytes,
                 groups=worker.needs.groups,
                 layout=worker.needs.layout,
+                drafts=worker.drafts,
             )
         )
         cache = link.next()

@@ -8,6 +8,7 @@ recording as you would the prompts themselves.
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Union
@@ -22,6 +23,7 @@ from quire.executor.expert_balance import ExpertBalance
 from quire.loading.files import ModelFiles
 from quire.messages.experts import Rebalanced
 from quire.messages.frames import FrameSplitter, frame
+from quire.messages.memory_use import MemoryUse
 from quire.messages.plan import (
     StepMasks,
     StepPlan,
@@ -109,6 +111,9 @@ class RecordingExecutor:
 
     def expert_counts(self) -> Mapping[int, Sequence[int]]:
         return self._inner.expert_counts()
+
+    def memory_use(self) -> MemoryUse | None:
+        return self._inner.memory_use()
 
     def rebalance_experts(self) -> Rebalanced | None:
         return self._inner.rebalance_experts()
@@ -212,11 +217,11 @@ class Comparison:
 
 def _create(path: str) -> IO[bytes]:
     """The new file. A recording that is there is kept as `PATH.old`: a restarted engine must not overwrite the run that
-    ended the last one."""
+    ended the last one. It holds the prompts' tokens: other users may not read it."""
     file = Path(path)
     try:
         if file.is_file():
             file.replace(file.with_name(file.name + ".old"))
-        return file.open("wb")
+        return os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "wb")
     except OSError as error:
         raise ConfigError(f"cannot write the recording {path}: {error.strerror}", "record", path) from error

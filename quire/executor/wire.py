@@ -10,7 +10,9 @@ from quire.errors import ValidationError
 from quire.executor.child import ChildContext, RelayedLog
 from quire.messages.caches import FULL, CacheGroup
 from quire.messages.frames import frame
+from quire.messages.memory_use import MemoryUse
 from quire.messages.plan import MovesDone
+from quire.messages.speculation import DeviceDrafts
 
 LARGEST = 1 << 30
 """Upper bound on a message's bytes: far above any real message, far below a machine's memory."""
@@ -100,6 +102,7 @@ class WeightsLoaded(msgspec.Struct, tag=True):
     dtype: str
     weight_bytes: int
     reads_groups: bool
+    drafts: DeviceDrafts
     memory: dict[str, Any]
     """The fields of a `MemoryPlan`."""
     phases: dict[str, float]
@@ -133,6 +136,8 @@ class Done(msgspec.Struct, tag=True):
     moves_done: list[MovesDone]
     result: bytes = b""
     """Only from the first rank of the last stage."""
+    memory: MemoryUse | None = None
+    """Once a second."""
 
 
 class StepFailed(msgspec.Struct, tag=True):

@@ -309,6 +309,19 @@ class BlockTables:
                     table.blocks[table.first : first] = hole(first - table.first)
                     table.first = first
 
+    def shed(self, owner: BlockOwner, tokens: int) -> None:
+        """Release the owner's blocks after its first `tokens` tokens. The tables of the device keep their entries,
+        which are not read or written before they are replaced."""
+        count = self.blocks_for(tokens)
+        if self.has_full:
+            self.pool.release(owner.blocks[count:])
+        del owner.blocks[count:]
+        if self.others:
+            for (_, group), table in zip(self.others, self.tables_of(owner), strict=True):
+                if group.kind != "state":
+                    self.pool.release(table.blocks[max(count, table.first) :])
+                    del table.blocks[count:]
+
     # The prefix cache
 
     def publish(self, owner: BlockOwner, keys: Sequence[bytes], full_blocks: int) -> list[int]:
@@ -360,14 +373,14 @@ class BlockTables:
 
     # Sharing
 
-    def fork(self, parent: BlockOwner, child: BlockOwner) -> None:
-        """Give the child the parent's blocks; the first of the two to write into a shared block gets a copy. It gets
-        no state: that is copied."""
+    def fork(self, parent: BlockOwner, child: BlockOwner, count: int | None = None) -> None:
+        """Give the child the parent's first `count` blocks, or all; the first of the two to write into a shared block
+        gets a copy. It gets no state: that is copied."""
         pages = []
         if self.others:
             tables = zip(self.others, self.tables_of(parent), strict=True)
-            pages = [[] if group.kind == "state" else table.held for (_, group), table in tables]
-        self.adopt(child, Hit(parent.blocks, pages))
+            pages = [[] if group.kind == "state" else table.blocks[table.first : count] for (_, group), table in tables]
+        self.adopt(child, Hit(parent.blocks[:count], pages))
         child.published = parent.published
         if self.others:
             for table, other in zip(self.tables_of(child), self.tables_of(parent), strict=True):

@@ -47,8 +47,11 @@ class StepOutputs(msgspec.Struct):
     tokens: list[int] = []
     counts: list[int] | None = None
     """Tokens of each key; None: one each."""
+    drafts: list[int] | None = None
+    """Drafts that were verified for the tokens of each key; None: none for any. Those that were accepted are all of its
+    tokens but the last. Reported at once, because a request may end outside the engine."""
     logprobs: dict[int, TokenLogprobs] = {}
-    """By index into `keys`."""
+    """By index into `tokens`."""
     prompt_logprobs: list[tuple[Key, PromptLogprobs]] = []
     vectors: list[tuple[Key, bytes]] = []
     """Vectors of pooling requests, as float32 bytes."""
@@ -60,22 +63,42 @@ class StepOutputs(msgspec.Struct):
     finished: list[Finished] = []
 
     def add_one_each(self, keys: list[Key], tokens: list[int], logprobs: Mapping[int, TokenLogprobs]) -> None:
-        """One token for each key; `logprobs` by index into these keys."""
-        self.logprobs.update({len(self.keys) + i: entry for i, entry in logprobs.items()})
+        """One token for each key; `logprobs` by index into these tokens."""
+        self._add_logprobs(logprobs)
         if self.counts is not None:
             self.counts += [1] * len(tokens)
+        if self.drafts is not None:
+            self.drafts += [0] * len(tokens)
         self.keys += keys
         self.tokens += tokens
 
-    def add(self, key: Key, tokens: list[int], logprobs: TokenLogprobs | None) -> None:
-        """Any number of tokens for one key."""
+    def add_runs(
+        self,
+        keys: list[Key],
+        tokens: list[int],
+        counts: list[int],
+        logprobs: Mapping[int, TokenLogprobs],
+        drafts: list[int] | None = None,
+    ) -> None:
+        """`counts` tokens for each key, with `drafts` drafts or none; `logprobs` by index into these tokens."""
         if self.counts is None:
             self.counts = [1] * len(self.keys)
-        if logprobs is not None:
-            self.logprobs[len(self.keys)] = logprobs
-        self.keys.append(key)
-        self.counts.append(len(tokens))
+        if drafts is not None and self.drafts is None:
+            self.drafts = [0] * len(self.keys)
+        if self.drafts is not None:
+            self.drafts += drafts or [0] * len(keys)
+        self._add_logprobs(logprobs)
+        self.keys += keys
+        self.counts += counts
         self.tokens += tokens
+
+    def add(self, key: Key, tokens: list[int], logprobs: Mapping[int, TokenLogprobs], drafts: int = 0) -> None:
+        """Any number of tokens for one key."""
+        self.add_runs([key], tokens, [len(tokens)], logprobs, [drafts] if drafts else None)
+
+    def _add_logprobs(self, logprobs: Mapping[int, TokenLogprobs]) -> None:
+        if logprobs:
+            self.logprobs.update({len(self.tokens) + i: entry for i, entry in logprobs.items()})
 
     @property
     def is_empty(self) -> bool:
@@ -111,6 +134,10 @@ class RequestMetrics:
     """Of the longest finished sequence."""
     preemptions: int = 0
     """How often its sequences were preempted."""
+    num_draft_tokens: int = 0
+    """Drafts that were verified for it, and of these…"""
+    num_accepted_tokens: int = 0
+    """…accepted."""
 
     @property
     def first_token_latency(self) -> float:

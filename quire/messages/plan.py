@@ -4,7 +4,12 @@ A plan carries differences: the rows, blocks and tokens the device does not have
 of a thousand rows costs no Python loop.
 
 A *cache group* (`messages/caches.py`) is the layers whose caches have the same lifetime; a row has one block table for
-each. A row's *width* is its entry in `counts`: the number of its query tokens in the step, 1 for a plain decode.
+each.
+
+A decode's *width* is its entry in `counts`: 1, and one more for each *draft* it verifies, a token that a proposer
+expects the row to draw next. Every position of a decode draws: a draw of width w has w *places*, and yields tokens up
+to the first that is not the draft after it. What a step yields is counted on the device at once, and on the host when
+the result is collected.
 """
 
 from __future__ import annotations
@@ -19,6 +24,9 @@ from quire.messages.sampling import SamplingParams
 
 Ints = NDArray[np.int32]
 Vector = NDArray[np.float32]
+
+MAX_WIDTH = 8
+"""Most tokens that a decode computes: the row's last one, and drafts."""
 
 
 class NewRow(msgspec.Struct):
@@ -49,6 +57,18 @@ class Fork(msgspec.Struct):
     row: int
     sequence: int
     request: str
+
+
+class Drafts(msgspec.Struct):
+    """Tokens that a row may draw next, proposed on the host: a run that continues what the host knows of the row.
+
+    The row may have drawn more tokens since. Those are dropped from the run; if they differ from it, all of it is.
+    """
+
+    row: int
+    start: int
+    """The position of the first of them among the row's tokens."""
+    tokens: list[int]
 
 
 class PrefixGroup(msgspec.Struct):
@@ -90,13 +110,14 @@ class StepPlan(msgspec.Struct):
     rows: Ints
     """Rows that compute, decodes first."""
     counts: Ints
-    """Tokens each of them computes: the row's width, in queries."""
+    """Tokens each of them computes: a decode's width, a prompt's chunk."""
     num_decodes: int
-    """The first `num_decodes` rows compute the token that was drawn for them last; the device has it."""
+    """The first `num_decodes` rows compute the token that was drawn for them last, and after it as many drafts as their
+    width says; the device has these. Where it has fewer, it computes any tokens instead and accepts none of them."""
     tokens: Ints
     """Tokens of the other rows, concatenated."""
     samples: Ints
-    """Indices into `rows` of the entries that draw a token."""
+    """Indices into `rows` of the entries that draw: a decode at each of its places, a prompt at its last token."""
     sample_rows: Ints
     """The row each draw goes to (a row that forks draws several times)."""
     block_rows: Ints
@@ -125,10 +146,48 @@ class StepPlan(msgspec.Struct):
     moves: Moves | None = None
     groups: list[PrefixGroup] | None = None
     """All groups of rows that share a prefix; None: unchanged since the last plan that had some."""
+    num_drafts: int = 0
+    """Drafts that the decodes verify: the sum of their widths, less one each."""
+    drafts: list[Drafts] = []
+    """Drafts made on the host, instead of those that the device has for these rows."""
+    proposals: int = 0
+    """Drafts that the proposer on the device makes for each row that draws, once it has drawn; 0: none, and the
+    proposer computes nothing."""
+    following: Ints = np.empty(0, np.int32)
+    """With a proposer that reads them: for each row after the decodes the token after its chunk, -1 if it is drawn."""
+    rewound: list[tuple[int, int]] = []
+    """(row, number of computed tokens), set before the step is laid out: with pipeline stages, of which only the last
+    one knows how many drafts were accepted."""
 
     @property
     def num_tokens(self) -> int:
-        return self.num_decodes + len(self.tokens)
+        return self.num_decodes + self.num_drafts + len(self.tokens)
+
+    @property
+    def widths(self) -> Ints:
+        """The places of each draw: how many tokens it may yield."""
+        if not self.num_drafts:
+            return np.ones(len(self.samples), np.int32)
+        return np.where(self.samples < self.num_decodes, self.counts[self.samples], 1).astype(np.int32)
+
+    @property
+    def place_rows(self) -> Ints:
+        """The row of each place of each draw."""
+        return np.repeat(self.sample_rows, self.widths) if self.num_drafts else self.sample_rows
+
+    @property
+    def place_offsets(self) -> Ints:
+        """How far each place is behind the first of its draw."""
+        ends = np.cumsum(self.widths)
+        return (np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - self.widths, self.widths)).astype(np.int32)
+
+    @property
+    def picks(self) -> Ints:
+        """The token of the step at which each place draws."""
+        last = np.cumsum(self.counts, dtype=np.int32)[self.samples] - 1
+        if not self.num_drafts:
+            return last
+        return np.repeat(last - self.widths + 1, self.widths) + self.place_offsets
 
 
 class TokenLogprobs(msgspec.Struct):
@@ -152,29 +211,31 @@ class StepResult(msgspec.Struct):
 
     step: int
     tokens: Ints
-    """Drawn tokens, concatenated."""
+    """Tokens that the draws yielded, concatenated."""
     counts: Ints
-    """Tokens each draw yielded."""
+    """Tokens each draw yielded: one, and the drafts that were accepted."""
     stopped: NDArray[np.bool_]
     """The last token is one of the row's stop ids."""
     invalid: NDArray[np.bool_]
     """The row's logits were NaN; its token is meaningless."""
     logprobs: dict[int, TokenLogprobs] = {}
-    """By index into `sample_rows`."""
+    """By index into `tokens`."""
     prompt_logprobs: dict[int, PromptLogprobs] = {}
     """By index into the plan's `rows`."""
     vectors: dict[int, Vector] = {}
     """By index into `sample_rows`: the vectors of pooled rows. Their tokens are meaningless."""
+    drafts: list[list[int]] = []
+    """For each draw the drafts that its row has for the next step, if the plan had `proposals`."""
     moves_done: list[MovesDone] = []
     """Moves of this and earlier plans that were completed since the last result."""
 
 
 class StepMasks(msgspec.Struct):
-    """Which tokens some of a step's draws may yield. Made while the step runs; only sampling waits for it."""
+    """Which tokens may be drawn at some places of a step. Made while the step runs; only sampling waits for it."""
 
     step: int
     draws: Ints
-    """Indices into the plan's `sample_rows`; other draws are unconstrained."""
+    """Indices into the plan's `place_rows`; at other places any token may be drawn."""
     bits: Ints
     """[draws, vocabulary / 32]: one bit per token, set if it may be drawn."""
 

@@ -30,6 +30,9 @@ GREEDY_BELOW = 1e-5
 LOWEST_TEMPERATURE = 0.01
 XTC_STREAM = 2**32
 """Added to a sequence's number: the random stream that decides whether XTC applies, apart from that of its tokens."""
+DRAFT_STREAM, ACCEPT_STREAM = 2 * 2**32, 3 * 2**32
+"""Likewise: streams that drafts are drawn from, and that decide whether one is accepted, where that is not decided by
+the token drawn (`rejection_sample_method`)."""
 
 
 @dataclasses.dataclass(frozen=True)

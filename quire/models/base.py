@@ -20,6 +20,8 @@ class CausalLM(Protocol):
     build: BuildContext
     supports_last_tokens: bool
     """Whether `forward` returns only the hidden states of `inputs.last` if that is given."""
+    supports_features: bool
+    """Whether `forward` fills `inputs.features`."""
 
     def forward(
         self,

@@ -101,7 +101,8 @@ def is_sparse(config: ModelConfig, layer: int) -> bool:
     """Whether a layer has a mixture in place of an MLP."""
     raw = config.raw
     if (kinds := raw.get("mlp_layer_types")) is not None:
-        return bool(kinds[layer] == "sparse")
+        # Layers that predict (`speculative/mtp.py`) come after those that are listed.
+        return "sparse" in kinds if layer >= len(kinds) else bool(kinds[layer] == "sparse")
     first = raw.get("first_k_dense_replace") or 0
     return layer >= first and layer % (raw.get("moe_layer_freq") or 1) == 0
 
@@ -160,6 +161,8 @@ def is_of_prediction_layer(name: str, config: ModelConfig) -> bool:
 
 class DeepseekForCausalLM(LlamaForCausalLM):
     """What V2 and V3 share: everything but the routing."""
+
+    prediction = "nextn"
 
     def __init__(self, build: BuildContext, routing: Routing | None, interleaved: bool) -> None:
         config = build.config

@@ -145,6 +145,7 @@ class FalconForCausalLM(nn.Module):
     """Falcon RW, 7B, 40B, 180B and Falcon 2."""
 
     supports_last_tokens = False
+    supports_features = True
 
     def __init__(self, build: BuildContext, variant: FalconVariant | None = None) -> None:
         super().__init__()
@@ -171,8 +172,13 @@ class FalconForCausalLM(nn.Module):
             hidden = model.word_embeddings(tokens)  # type: ignore[misc]  # there on the first stage
             if model.embedding_norm is not None:
                 hidden = model.embedding_norm(hidden)
-        for layer, cache in zip(model.h.values(), kv, strict=True):
+        features = inputs.features
+        for (number, layer), cache in zip(model.h.items(), kv, strict=True):
+            if features is not None:
+                features.take(self.build.ops, int(number), hidden, None)
             hidden = layer(hidden, positions, cache, inputs)
+        if features is not None:
+            features.take(self.build.ops, int(number) + 1, hidden, None)
         return hidden if model.ln_f is None else model.ln_f(hidden)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -242,6 +242,7 @@ class Gemma4Model(nn.Module):
         super().__init__()
         config, ranks = build.config, build.ranks
         size, each = config.hidden_size, int(config.raw.get("hidden_size_per_layer_input") or 0)
+        self.ops = build.ops
         self.scale = embedding_scale(build)
         self.embed_tokens = VocabEmbedding(build, "embed_tokens") if ranks.is_first_stage else None
         self.inputs: LayerEmbeddings | None = None
@@ -279,9 +280,14 @@ class Gemma4Model(nn.Module):
         if self.inputs is not None:
             projected = self.per_layer_model_projection(hidden)
             own = self.inputs(tokens, projected, self.per_layer_projection_norm).unbind(1)
-        for layer, cache, vectors in zip(self.layers.values(), kv, own, strict=True):
+        features = inputs.features
+        for (number, layer), cache, vectors in zip(self.layers.items(), kv, own, strict=True):
+            if features is not None:
+                features.take(self.ops, int(number), hidden, None)
             hidden = layer(hidden, vectors, positions, cache, inputs)
         assert hidden is not None
+        if features is not None:
+            features.take(self.ops, int(number) + 1, hidden, None)
         return hidden if self.norm is None else self.norm.normed(hidden)
 
 
@@ -289,6 +295,7 @@ class Gemma4ForCausalLM(nn.Module):
     """Gemma 4 in its sizes, and the text part of checkpoints that also take images and sound."""
 
     supports_last_tokens = True
+    supports_features = True
 
     def __init__(self, build: BuildContext) -> None:
         super().__init__()

@@ -69,6 +69,8 @@ class Glm4ForCausalLM(GlmForCausalLM):
 class Glm4MoeForCausalLM(LlamaForCausalLM):
     """GLM-4.5, 4.5-Air, 4.6 and 4.7."""
 
+    prediction = "nextn"
+
     def __init__(self, build: BuildContext) -> None:
         config, raw = build.config, build.config.raw
         routing = sigmoid_routing(config)

@@ -78,6 +78,7 @@ class GPT2Model(nn.Module):
     def __init__(self, build: BuildContext) -> None:
         super().__init__()
         ranks = build.ranks
+        self.ops = build.ops
         self.wte = VocabEmbedding(build, "wte") if ranks.is_first_stage else None
         self.wpe = PositionEmbedding(build, "wpe") if ranks.is_first_stage else None
         self.h = nn.ModuleDict({str(i): GPT2Block(build, i) for i in stage_layers(build)})
@@ -93,8 +94,13 @@ class GPT2Model(nn.Module):
     ) -> torch.Tensor:
         if hidden is None:
             hidden = self.wte(tokens) + self.wpe(positions)  # type: ignore[misc]  # there on the first stage
-        for block, cache in zip(self.h.values(), kv, strict=True):
+        features = inputs.features
+        for (number, block), cache in zip(self.h.items(), kv, strict=True):
+            if features is not None:
+                features.take(self.ops, int(number), hidden, None)
             hidden = block(hidden, positions, cache, inputs)
+        if features is not None:
+            features.take(self.ops, int(number) + 1, hidden, None)
         return hidden if self.ln_f is None else self.ln_f(hidden)
 
 
@@ -102,6 +108,7 @@ class GPT2LMHeadModel(nn.Module):
     """GPT-2 with its head."""
 
     supports_last_tokens = False
+    supports_features = True
 
     def __init__(self, build: BuildContext) -> None:
         super().__init__()

@@ -83,6 +83,7 @@ class GPTNeoXModel(nn.Module):
         super().__init__()
         size, ranks = build.config.hidden_size, build.ranks
         cos_sin = rope_table(build)
+        self.ops = build.ops
         self.embed_in = VocabEmbedding(build, "embed_in") if ranks.is_first_stage else None
         self.layers = nn.ModuleDict({str(i): GPTNeoXLayer(build, i, cos_sin) for i in stage_layers(build)})
         self.final_layer_norm = LayerNorm(build, "final_layer_norm", size) if ranks.is_last_stage else None
@@ -97,8 +98,13 @@ class GPTNeoXModel(nn.Module):
     ) -> torch.Tensor:
         if hidden is None:
             hidden = self.embed_in(tokens)  # type: ignore[misc]  # there on the first stage
-        for layer, cache in zip(self.layers.values(), kv, strict=True):
+        features = inputs.features
+        for (number, layer), cache in zip(self.layers.items(), kv, strict=True):
+            if features is not None:
+                features.take(self.ops, int(number), hidden, None)
             hidden = layer(hidden, positions, cache, inputs)
+        if features is not None:
+            features.take(self.ops, int(number) + 1, hidden, None)
         return hidden if self.final_layer_norm is None else self.final_layer_norm(hidden)
 
 
@@ -106,6 +112,7 @@ class GPTNeoXForCausalLM(nn.Module):
     """GPT-NeoX with its head."""
 
     supports_last_tokens = False
+    supports_features = True
 
     def __init__(self, build: BuildContext) -> None:
         super().__init__()

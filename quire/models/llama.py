@@ -166,6 +166,7 @@ class LlamaModel(nn.Module):
         super().__init__()
         tables = rope_tables(build, variant.unrotated)
         make_layer = variant.layer or LlamaLayer
+        self.ops = build.ops
         self.embedding_scale = variant.embedding_scale
         self.embed_tokens = VocabEmbedding(build, "embed_tokens") if build.ranks.is_first_stage else None
         self.layers = nn.ModuleDict({str(i): make_layer(build, variant, i, tables[i]) for i in stage_layers(build)})
@@ -184,8 +185,13 @@ class LlamaModel(nn.Module):
             if self.embedding_scale != 1:
                 hidden = hidden * self.embedding_scale
         residual = None
-        for layer, cache in zip(self.layers.values(), kv, strict=True):
+        features = inputs.features
+        for (number, layer), cache in zip(self.layers.items(), kv, strict=True):
+            if features is not None:
+                features.take(self.ops, int(number), hidden, residual)
             hidden, residual = layer(hidden, residual, positions, cache, inputs)
+        if features is not None:
+            features.take(self.ops, int(number) + 1, hidden, residual)
         if residual is None:  # the layers have added everything themselves
             return hidden if self.norm is None else self.norm.normed(hidden)
         if self.norm is None:  # only the sum is needed; this kernel, which also norms, can be replayed
@@ -197,6 +203,9 @@ class LlamaForCausalLM(nn.Module):
     """Llama 1 to 3, and models published as this architecture."""
 
     supports_last_tokens = True
+    supports_features = True
+    prediction: ClassVar[str] = ""
+    """How its checkpoints have layers for multi-token prediction (`speculative/mtp.py`); empty: they have none."""
     is_gated: ClassVar[bool] = True
     """Whether the MLPs have gates, of which only `silu` is implemented."""
 
@@ -208,7 +217,7 @@ class LlamaForCausalLM(nn.Module):
                 f"{config.architecture} with hidden_act {act!r} is not implemented; only 'silu' is"
             )
         self.build = build
-        variant = variant or _variant(build)
+        self.variant = variant = variant or _variant(build)
         self.logit_scale = variant.logit_scale
         self.model = LlamaModel(build, variant)
         self.lm_head: LMHead | None = None
@@ -232,6 +241,10 @@ class LlamaForCausalLM(nn.Module):
         if self.logit_scale != 1:
             hidden = hidden * self.logit_scale
         return self.lm_head(hidden)  # type: ignore[misc]  # there on the last stage
+
+    def prediction_layer(self, build: BuildContext, number: int, cos_sin: torch.Tensor) -> nn.Module:
+        """A layer like the model's own, with this number, for multi-token prediction."""
+        return (self.variant.layer or LlamaLayer)(build, self.variant, number, cos_sin)
 
     def ignores(self, name: str) -> bool:
         """Tensors of other stages, a tied head's copy, and frequencies that old checkpoints carry."""

@@ -70,6 +70,7 @@ class Backbone(nn.Module):
 
     def __init__(self, build: BuildContext, kinds: Sequence[str], settings: Mamba2Settings) -> None:
         super().__init__()
+        self.ops = build.ops
         self.embeddings = VocabEmbedding(build, "embeddings") if build.ranks.is_first_stage else None
         self.kinds = kinds
         own = stage_layers(build)
@@ -91,9 +92,14 @@ class Backbone(nn.Module):
             hidden = self.embeddings(tokens)  # type: ignore[misc]  # there on the first stage
         residual = None
         caches = iter(kv)
+        features = inputs.features
         for number, block in self.layers.items():
+            if features is not None:
+                features.take(self.ops, int(number), hidden, residual)
             cache = next(caches) if self.kinds[int(number)] in CACHED else None
             hidden, residual = block(hidden, residual, positions, cache, inputs)
+        if features is not None:
+            features.take(self.ops, int(number) + 1, hidden, residual)
         if self.norm_f is None:
             return block.norm(hidden, residual)[1]  # type: ignore[operator]
         normed = self.norm_f(hidden, residual)[0]
@@ -109,6 +115,7 @@ class BackboneForCausalLM(nn.Module):
     """Blocks of one kind each, with a head."""
 
     supports_last_tokens = True
+    supports_features = True
 
     def __init__(self, build: BuildContext, kinds: Sequence[str], settings: Mamba2Settings) -> None:
         super().__init__()

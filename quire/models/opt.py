@@ -64,6 +64,7 @@ class OPTDecoder(nn.Module):
     def __init__(self, build: BuildContext) -> None:
         super().__init__()
         size, ranks = build.config.hidden_size, build.ranks
+        self.ops = build.ops
         self.embed_tokens = VocabEmbedding(build, "embed_tokens") if ranks.is_first_stage else None
         self.embed_positions = None
         if ranks.is_first_stage:
@@ -81,8 +82,13 @@ class OPTDecoder(nn.Module):
     ) -> torch.Tensor:
         if hidden is None:
             hidden = self.embed_tokens(tokens) + self.embed_positions(positions)  # type: ignore[misc]  # first stage
-        for layer, cache in zip(self.layers.values(), kv, strict=True):
+        features = inputs.features
+        for (number, layer), cache in zip(self.layers.items(), kv, strict=True):
+            if features is not None:
+                features.take(self.ops, int(number), hidden, None)
             hidden = layer(hidden, positions, cache, inputs)
+        if features is not None:
+            features.take(self.ops, int(number) + 1, hidden, None)
         return hidden if self.final_layer_norm is None else self.final_layer_norm(hidden)
 
 
@@ -98,6 +104,7 @@ class OPTForCausalLM(nn.Module):
     """OPT of every size but 350M, whose norms come after, and whose embedding is narrower than its layers."""
 
     supports_last_tokens = False
+    supports_features = True
 
     def __init__(self, build: BuildContext) -> None:
         super().__init__()

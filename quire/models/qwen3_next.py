@@ -160,6 +160,8 @@ class QwenHybridForCausalLM(nn.Module):
     """What Qwen3-Next and Qwen3.5 share."""
 
     supports_last_tokens = True
+    supports_features = True
+    prediction = "mtp"
     nested = False
     """Whether the checkpoint has the text model beside a vision tower."""
 
@@ -170,7 +172,7 @@ class QwenHybridForCausalLM(nn.Module):
             raise UnsupportedModelError(
                 f"{config.architecture} with hidden_act {act!r} is not implemented; only 'silu' is"
             )
-        self.build = build
+        self.build, self.variant = build, variant
         kinds = layer_kinds(config)
 
         def layer(build: BuildContext, _: LlamaVariant, number: int, cos_sin: torch.Tensor | None) -> nn.Module:
@@ -211,6 +213,10 @@ class QwenHybridForCausalLM(nn.Module):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[S, hidden_size] -> [S, vocab_size]."""
         return self.lm_head(hidden)  # type: ignore[misc]  # there on the last stage
+
+    def prediction_layer(self, build: BuildContext, number: int, cos_sin: torch.Tensor) -> nn.Module:
+        """A layer like the model's own with attention, for multi-token prediction."""
+        return QwenHybridLayer(build, self.variant, number, "full_attention", cos_sin)
 
     def ignores(self, name: str) -> bool:
         """Tensors of other stages, a tied head's copy, and the draft layer for speculative decoding."""

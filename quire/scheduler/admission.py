@@ -49,7 +49,7 @@ class Admission:
             if self._rows.free <= loading:
                 self._preempt_for(builder, request)
                 break
-            if pressure.device and builder.admitted:
+            if (pressure.device or pressure.memory > 1) and builder.admitted:
                 pressure.slowed += 1
                 break
             admitted = self.admit_one(builder, request, budget)

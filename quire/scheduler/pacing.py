@@ -52,7 +52,7 @@ class NoPacer:
 
     is_on = False
 
-    def allowance(self, decodes: int, older_streams: int, pending: int) -> int:
+    def allowance(self, decodes: int, older_streams: int, pending: int, drafts: int = 0) -> int:
         raise RuntimeError("there is no pacer to give an allowance")
 
     def launched(self, decodes: int, tokens: int, now: float, is_measured: bool = True) -> None: ...
@@ -80,13 +80,13 @@ class Pacer:
         self._since_decodes = 0
         """Steps with prompts since decodes alone were measured."""
 
-    def allowance(self, decodes: int, older_streams: int, pending: int) -> int:
-        """Prompt tokens the next step may have beside `decodes` decodes.
+    def allowance(self, decodes: int, older_streams: int, pending: int, drafts: int = 0) -> int:
+        """Prompt tokens the next step may have beside `decodes` decodes, which verify `drafts` drafts.
 
         `pending`: prompts that could use them. `older_streams`: decodes whose stream began before the first of these
         prompts arrived; the others may be slowed down more. Returns 0 if the step is to measure decodes alone.
         """
-        base = self._decodes.of(decodes)
+        base = self._decodes.of(decodes + drafts)
         if base is None or self._since_decodes >= REFRESH_STEPS:
             return 0
         share = max(self.stretch - 1, PRESSURE * (pending - 1) / decodes) * decodes / older_streams
@@ -95,7 +95,8 @@ class Pacer:
     # Measuring
 
     def launched(self, decodes: int, tokens: int, now: float, is_measured: bool = True) -> None:
-        """A step is launched. `is_measured` is False if it waits for something other than computation."""
+        """A step is launched, with so many tokens of decodes and of prompts. `is_measured` is False if it waits for
+        something other than computation."""
         self._in_flight.append(_Launched(decodes, tokens, now, is_measured))
 
     def collected(self, now: float) -> None:

@@ -36,6 +36,8 @@ class MemoryPressure:
 
     def __init__(self) -> None:
         self.device = self.host = self.disk = 0
+        self.memory = 0
+        """Thresholds exceeded by bytes in use, on the device or its machine; see `engine/memory_watch.py`."""
         self.slowed = 0
         """Steps in which requests waited although there was room for them."""
         self.slept = 0
@@ -80,49 +82,90 @@ class Preemptor:
                 builder.assign(request.row, at, pages, group)
 
     def give_slots(self, builder: StepBuilder, requests: list[Request]) -> bool:
-        """Give each request a slot for one more token. All preemptions come first: a block that is copied from in this
+        """Give each request slots for its next decode. All preemptions come first: a block that is copied from in this
         step is then never one that is copied to, and copies need no order. False: blocks are free only after
         transfers."""
         if self._tables.has_windows:
             for request in requests:
                 self._requests.trim(request)
-        growing = (request for request in requests if self._next_block(request) >= len(request.blocks))
+        growing = (request for request in requests if self._first_block(request) >= len(request.blocks))
         for victim in self._sharing.exceeding(growing):
             self.preempt(builder, victim)
-        while (lacking := self._slots_cost(requests) - self._tables.pool.free) > 0:
-            if not self.reclaim(lacking) and self.preempt_one(builder) is None:
+        writes = self._writes(requests)
+        while (lacking := self._slots_cost(writes) - self._tables.pool.free) > 0:
+            if not self._drop_drafts(builder) and not self.reclaim(lacking) and self.preempt_one(builder) is None:
                 return False
-        for request in requests:
-            if request.row >= 0:
-                self._give_slot(builder, request)
+            writes = self._writes(requests)
+        for request, first, tokens in writes:
+            self._give_slots(builder, request, first, tokens)
         self._requests.own_last_blocks(requests)
         return True
 
-    def _slots_cost(self, requests: list[Request]) -> int:
-        """Blocks it takes to give each request that still has its row one more slot."""
-        fresh, shared = 0, Counter[int]()
-        for request in requests:
-            index = self._next_block(request) if request.row >= 0 else -1
-            if index >= len(request.blocks):
-                fresh += self._tables.pages_per_block
-            elif index >= 0:
-                shared.update(self._tables.pages_at(request, index))
-        # The last sequence that holds a shared block need not copy it.
-        return fresh + sum(min(count, self._tables.pool.refs[block] - 1) for block, count in shared.items())
+    def give_proposal_slots(self, builder: StepBuilder) -> None:
+        """Requests whose prompt ends in this step, or that have just joined, need slots for the drafts that the device
+        makes for them; if there are not enough blocks, it makes none."""
+        rows, more = self._rows, dict[Request, int]()
+        for request in (*builder.prompts, *builder.ready):
+            end = int(rows.computed[request.row]) + builder.prompts.get(request, 1)
+            if end >= request.known:
+                more[request] = max(end, min(end + builder.proposals, request.source.limit))
+        if sum(self._tables.missing(request, tokens) for request, tokens in more.items()) > self._tables.pool.free:
+            builder.proposals = 0
+            return
+        for request, tokens in more.items():
+            self.grow(builder, request, tokens)
 
-    def _next_block(self, request: Request) -> int:
-        """Index of the block that the row's next decode writes to."""
+    def _drop_drafts(self, builder: StepBuilder) -> bool:
+        """Blocks are short: verify and make no drafts in this step, and take back what was reserved for earlier ones.
+        Returns whether that helps."""
+        rows, size = self._rows, self._tables.block_size
+        if not self._requests.drafting.is_on:
+            return False
+        builder.proposals = 0
+        is_less = rows.narrow()
+        spare = rows.decoding & (rows.capacity - rows.bound >= size)
+        for row in np.flatnonzero(spare).tolist():
+            request = rows.requests[row]
+            assert request is not None
+            self._tables.shed(request, int(rows.bound[row]))
+            rows.set_capacity(row, len(request.blocks) * size)
+        return is_less or bool(spare.any())
+
+    def _writes(self, requests: list[Request]) -> list[tuple[Request, int, int]]:
+        """(request, first block that its next decode writes to, tokens it needs slots for) of those that still have
+        their row. Several blocks are written if there are drafts."""
+        running = [request for request in requests if request.row >= 0]
+        at = [request.row for request in running]
+        bound = self._rows.bound[at]
+        tokens = bound + self._rows.ahead[at]
+        first = (bound - 1) // self._tables.block_size
+        return list(zip(running, first.tolist(), tokens.tolist(), strict=True))
+
+    def _slots_cost(self, writes: list[tuple[Request, int, int]]) -> int:
+        """Blocks that it takes to give these requests their slots."""
+        fresh, shared, size = 0, Counter[int](), self._tables.block_size
+        for request, first, tokens in writes:
+            held = len(request.blocks)
+            fresh += max(0, -(-tokens // size) - held)
+            if first < held:  # blocks after this one are never shared
+                shared.update(self._tables.pages_at(request, first))
+        # The last sequence that holds a shared block need not copy it.
+        copied = sum(min(count, self._tables.pool.refs[block] - 1) for block, count in shared.items())
+        return fresh * self._tables.pages_per_block + copied
+
+    def _first_block(self, request: Request) -> int:
+        """Index of the first block that the row's next decode writes to."""
         return (int(self._rows.bound[request.row]) - 1) // self._tables.block_size
 
-    def _give_slot(self, builder: StepBuilder, request: Request) -> None:
-        """Allocate the block that the next token is written to, or copy it if it is shared."""
-        row, index = request.row, self._next_block(request)
-        if index >= len(request.blocks):
-            self.grow(builder, request, int(self._rows.bound[row]))
-        elif self._tables.is_shared(request, index):
-            for group, source, own in self._tables.copy_on_write_all(request, index):
+    def _give_slots(self, builder: StepBuilder, request: Request, first: int, tokens: int) -> None:
+        """Allocate the blocks that the next decode writes to, and copy the first if it is shared."""
+        row, held = request.row, len(request.blocks)
+        if first < held and self._tables.is_shared(request, first):
+            for group, source, own in self._tables.copy_on_write_all(request, first):
                 builder.copy(row, source, own)
-                builder.assign(row, index, [own], group)
+                builder.assign(row, first, [own], group)
+        if tokens > held * self._tables.block_size:
+            self.grow(builder, request, tokens)
 
     # When blocks run out
 

@@ -15,6 +15,7 @@ from quire.messages.outputs import Finished, Key, Started, StepOutputs
 from quire.messages.plan import Fork, PromptLogprobs, TokenLogprobs, Vector
 from quire.messages.request import NewRequest, Request, RequestState
 from quire.scheduler.beam_search import BeamSearch
+from quire.scheduler.drafting import Drafting, NoDrafting
 from quire.scheduler.policies.base import Policy
 from quire.scheduler.policies.sharing import NoSharing, SharingPolicy
 from quire.scheduler.prefix_groups import NoPrefixGroups, PrefixGroups
@@ -49,6 +50,8 @@ class RequestTable:
         """Decoding rows that share a prefix."""
         self.states: RowStates | NoRowStates = RowStates(self) if tables.state_pages else NoRowStates()
         """Recurrent states of rows, and their snapshots."""
+        self.drafting: Drafting | NoDrafting = NoDrafting()
+        """How many drafts rows verify, and those that are made on the host."""
         self.untrimmed: dict[Request, None] = {}
         """Requests that may have pages behind their window since the last chunk they computed."""
         self.on_structured_end: Callable[[Request, bool], None] = lambda request, is_last: None
@@ -149,6 +152,7 @@ class RequestTable:
         """The request, whose blocks hold its first `cached` tokens, takes a row."""
         request.move(RequestState.RUNNING)
         self.rows.take(request, cached, request.known, len(request.blocks) * self.tables.block_size)
+        self.drafting.start(request)
         if request.first_scheduled is None:
             request.first_scheduled = now
             self._outputs.started.append(Started(request.key, now, cached))
@@ -179,6 +183,11 @@ class RequestTable:
             self.prefilling.pop(request, None)
             self.start_decoding(request)
         return request.tokens(start, start + count), is_last
+
+    def next_tokens(self, request: Request, count: int) -> list[int]:
+        """The request's next `count` known tokens that are in no step yet."""
+        start = int(self.rows.computed[request.row])
+        return request.tokens(start, start + count)
 
     def start_decoding(self, request: Request) -> None:
         """All the request's known tokens are computed or in flight."""
@@ -218,16 +227,20 @@ class RequestTable:
 
     def _fork(self, parent: Request, child: Request) -> int:
         """The child takes a row and shares the parent's blocks until one of them writes."""
-        self.tables.fork(parent, child)
-        row = self.rows.fork(parent, child)
+        # What the parent has beyond its known tokens is for drafts: a child gets blocks of its own for these.
+        blocks = self.tables.blocks_for(parent.known)
+        self.tables.fork(parent, child, blocks)
+        row = self.rows.fork(parent, child, blocks * self.tables.block_size)
+        self.drafting.start(child)
         child.move(RequestState.RUNNING)
         self.forked.update((parent, child))
         if self.tables.has_windows:
             self.untrimmed[child] = None
         return row
 
-    def leave_row(self, request: Request, state: RequestState | None = None) -> None:
-        """Row and blocks are given back."""
+    def leave_row(self, request: Request, state: RequestState | None = None, has_ended: bool = False) -> None:
+        """Row and blocks are given back. `has_ended`: the request will not have another."""
+        self.drafting.leave(request, has_ended)
         self.groups.leave(request.row)
         self.states.leave(request)
         self.tables.release(request)
@@ -294,22 +307,55 @@ class RequestTable:
             request.output.append(token)
         self._outputs.add_one_each([request.key for request in requests], tokens, logprobs)
         self.stats.generated_tokens += len(tokens)
+        if self.drafting.has_host:
+            self.drafting.extend(requests, tokens)
         known = self.rows.collect_one_each(rows)
         for i in np.flatnonzero((known - 1) % self.tables.block_size == 0).tolist():
             self.publish_output(requests[i])
         return known
 
-    def append(self, request: Request, tokens: list[int], logprobs: TokenLogprobs | None) -> None:
-        """Any number of tokens for one request, which may have been preempted since they were launched."""
-        self._outputs.add(request.key, tokens, logprobs)
+    def append_runs(
+        self,
+        requests: Sequence[Request],
+        rows: RowNumbers,
+        tokens: list[int],
+        counts: NDArray[np.int32],
+        widths: NDArray[np.int64],
+        logprobs: Mapping[int, TokenLogprobs],
+    ) -> NDArray[np.int64]:
+        """`counts` tokens for each of these rows, of `widths` that were planned; returns how many tokens each has
+        now."""
+        each, at = counts.tolist(), 0
+        for request, count in zip(requests, each, strict=True):
+            request.output += tokens[at : at + count]
+            at += count
+        keys = [request.key for request in requests]
+        self._outputs.add_runs(keys, tokens, each, logprobs, (widths - 1).tolist())
+        self.stats.generated_tokens += len(tokens)
+        if self.drafting.has_host:
+            self.drafting.extend(requests, tokens, each)
+        known = self.rows.collect_each(rows, counts, widths)
+        size = self.tables.block_size
+        for i in np.flatnonzero((known - 1) // size > (known - 1 - counts) // size).tolist():
+            self.publish_output(requests[i])
+        return known
+
+    def append(
+        self, request: Request, tokens: list[int], logprobs: Mapping[int, TokenLogprobs], width: int = 1
+    ) -> None:
+        """Any number of tokens for one request, which may have been preempted since they were launched; `width`: the
+        most that were expected."""
+        self._outputs.add(request.key, tokens, logprobs, width - 1)
         self.stats.generated_tokens += len(tokens)
         request.output += tokens
-        self.extend_row(request, len(tokens))
+        if self.drafting.has_host:
+            self.drafting.extend([request], tokens, [len(tokens)])
+        self.extend_row(request, len(tokens), width)
 
-    def extend_row(self, request: Request, count: int) -> None:
+    def extend_row(self, request: Request, count: int, width: int = 1) -> None:
         """The request's output has `count` more tokens; its row, if it has one, continues from there."""
         if request.row >= 0:
-            self.rows.collect(request.row, count)
+            self.rows.collect(request.row, count, width)
             self.publish_output(request)
 
     def collect_stale(self, request: Request) -> bool:
@@ -406,7 +452,7 @@ class RequestTable:
     def _remove(self, request: Request) -> None:
         """Take the sequence out of its row or queue, and out of the table."""
         if request.row >= 0:
-            self.leave_row(request)
+            self.leave_row(request, has_ended=True)
         elif request.state is RequestState.LOADING:
             self.swapper.cancel(request)
         elif request.state is not RequestState.COMPILING:

@@ -37,8 +37,10 @@ class ResultCollector:
             self._requests.report_prompt_logprobs(step.requests[index], logprobs)
         live = self._rows.epoch[step.rows] == step.epochs
         is_special = step.has_beams or result.vectors or result.invalid.any()
-        if live.all() and (result.counts == 1).all() and not is_special:
+        if live.all() and not is_special and (result.counts == 1).all() and step.widths is None:
             self._append_all(step, result)
+        elif live.all() and not is_special and (result.counts > 0).all() and step.widths is not None:
+            self._append_runs(step, result, step.widths)
         else:
             self._append_each(step, result, live)
 
@@ -48,6 +50,16 @@ class ResultCollector:
         known = self._requests.append_one_each(step.draws, step.rows, tokens, result.logprobs)
         for i in np.flatnonzero(result.stopped | (known >= self._rows.limit[step.rows])).tolist():
             self._end(step.draws[i], tokens[i], bool(result.stopped[i]))
+
+    def _append_runs(self, step: InFlightStep, result: StepResult, widths: NDArray[np.int64]) -> None:
+        """One token or more for every row of the step, which has verified drafts."""
+        tokens = result.tokens.tolist()
+        known = self._requests.append_runs(step.draws, step.rows, tokens, result.counts, widths, result.logprobs)
+        ended = np.flatnonzero(result.stopped | (known >= self._rows.limit[step.rows]))
+        if len(ended):
+            last = np.cumsum(result.counts) - 1
+            for i in ended.tolist():
+                self._end(step.draws[i], tokens[last[i]], bool(result.stopped[i]))
 
     def _append_each(self, step: InFlightStep, result: StepResult, live: NDArray[np.bool_]) -> None:
         """Some rows ended, were preempted or failed since the launch, or yielded other than one token."""
@@ -59,22 +71,32 @@ class ResultCollector:
                 continue
             if (vector := result.vectors.get(i)) is not None:
                 self._collect_vector(request, vector)
-            elif result.invalid[i]:
+            elif result.invalid[i] and result.counts[i] < 2:
                 self._fail_draw(request)
             elif request.beam is not None:
-                self._beams.collect(request, result.logprobs.get(i))
+                self._beams.collect(request, result.logprobs.get(ends[i] - 1) if result.counts[i] else None)
             else:
-                tokens = result.tokens[ends[i] - int(result.counts[i]) : ends[i]].tolist()
+                start = ends[i] - int(result.counts[i])
+                tokens = result.tokens[start : ends[i]].tolist()
                 if not tokens and self._requests.tables.state_pages:
                     self._restart(request)
                     continue
-                self._requests.append(request, tokens, result.logprobs.get(i))
-                if tokens and (result.stopped[i] or request.known >= request.source.limit):
+                if result.invalid[i]:
+                    tokens.pop()
+                logprobs = {at: entry for at in range(len(tokens)) if (entry := result.logprobs.get(start + at))}
+                self._requests.append(request, tokens, logprobs, step.width_of(i))
+                if result.invalid[i]:
+                    self._restart(request)
+                elif tokens and (result.stopped[i] or request.known >= request.source.limit):
                     self._end(request, tokens[-1], bool(result.stopped[i]))
 
     def _restart(self, request: Request) -> None:
-        """The draw yielded nothing, and the row's recurrent state is a token ahead: it cannot compute the token again,
-        and what it has drawn since is wrong."""
+        """The request leaves its row and starts again from its known tokens; what it has drawn since is wrong.
+
+        Either its draw yielded nothing, and its recurrent state is a token ahead: it cannot compute the token again. Or
+        no token could be drawn behind a draft that was accepted, and the device has ended the row: what happens there
+        is found out as without drafts, in a step that begins there.
+        """
         if request.row >= 0:
             row, epoch = request.row, int(self._rows.epoch[request.row])
             self._requests.restart(request)

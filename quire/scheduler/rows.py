@@ -29,10 +29,21 @@ class Rows:
         """Tokens the row's blocks can hold."""
         self.limit = np.zeros(size, np.int64)
         """The request ends at this many tokens."""
+        self.width = np.ones(size, np.int64)
+        """Tokens that the row's next decode computes: its last token, and the drafts to verify."""
+        self.ahead = np.zeros(size, np.int64)
+        """Slots that the next decode needs after the one of the row's last token: for drafts, and for what a proposer
+        computes after drawing."""
+        self.uncertain = np.zeros(size, np.int64)
+        """Drafts in flight: of the tokens that `bound` and `computed` count, so many may be rejected."""
+        self.rewinds = np.zeros(size, np.bool_)
+        """The row's last decode verified drafts, so that only the device that has drawn knows how many count."""
         self.decoding = np.zeros(size, np.bool_)
-        """All known tokens are computed or in flight: from here on one at a time."""
+        """All known tokens are computed or in flight: from here on it draws."""
         self.is_beam = np.zeros(size, np.bool_)
         """The host chooses the row's next token, after each draw."""
+        self.is_wide = self.is_ahead = False
+        """Whether any decode of the step being planned verifies drafts, and whether any needs slots ahead."""
         self.held = np.zeros(size, np.bool_)
         """A beam that has drawn: there is nothing to compute until the host has chosen. In a pipeline, any row with a
         draw that is not collected."""
@@ -68,7 +79,9 @@ class Rows:
         self.computed[row] = computed
         self.capacity[row] = capacity
         self.limit[row] = request.source.limit
-        self.decoding[row] = False
+        self.width[row] = 1
+        self.ahead[row] = self.uncertain[row] = 0
+        self.rewinds[row] = self.decoding[row] = False
         self.is_beam[row] = request.beam is not None
         self.held[row] = False
         self.stream_start[row] = NEVER
@@ -76,9 +89,9 @@ class Rows:
         self._sharing.took_row(request)
         return row
 
-    def fork(self, parent: Request, child: Request) -> int:
+    def fork(self, parent: Request, child: Request, capacity: int) -> int:
         """Give `child` a row that decodes from `parent`'s known tokens, all of them computed."""
-        row = self.take(child, parent.known, parent.known + 1, int(self.capacity[parent.row]))
+        row = self.take(child, parent.known, parent.known + 1, capacity)
         self.stream_start[row] = self.stream_start[parent.row]
         self.decoding[row] = True
         return row
@@ -107,8 +120,26 @@ class Rows:
         return np.sort(rows[np.argsort(self.planned[rows], kind="stable")[:count]])
 
     def out_of_slots(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Those of these rows that need another block for their next token."""
-        return rows[self.bound[rows] > self.capacity[rows]]
+        """Those of these rows that need another block for their next decode."""
+        wanted = self.bound[rows] + self.ahead[rows] if self.is_ahead else self.bound[rows]
+        return rows[wanted > self.capacity[rows]]
+
+    def widen(self, rows: NDArray[np.int64], widths: NDArray[np.int64], proposals: int) -> None:
+        """The next decode of each row computes so many tokens, and then has `proposals` drafts made."""
+        self.width[rows] = widths
+        self.is_wide = bool((widths > 1).any())
+        # What is proposed beyond the row's end is never drawn, and the device does not keep it.
+        most = self.limit[rows] - self.bound[rows]
+        self.ahead[rows] = np.minimum(widths - 1 + proposals, most)
+        self.is_ahead = True
+
+    def narrow(self) -> bool:
+        """All decodes compute one token after all; returns whether that needs fewer slots."""
+        is_less = bool(self.ahead.any())
+        self.width[:] = 1
+        self.ahead[:] = 0
+        self.is_wide = self.is_ahead = False
+        return is_less
 
     def set_capacity(self, row: int, tokens: int) -> None:
         """The row's blocks hold this many tokens now."""
@@ -122,10 +153,16 @@ class Rows:
         """The row's first token was collected when `arrivals` requests had arrived."""
         self.stream_start[row] = arrivals
 
-    def plan_decodes(self, rows: NDArray[np.int64]) -> None:
-        """Each row computes one token and draws the next."""
-        self.computed[rows] += 1
-        self.bound[rows] += 1
+    def plan_decodes(self, rows: NDArray[np.int64], widths: NDArray[np.int64] | None = None) -> None:
+        """Each row computes one token and draws the next; with `widths` it computes so many, and may yield as many."""
+        if widths is None:
+            self.computed[rows] += 1
+            self.bound[rows] += 1
+            return
+        self.computed[rows] += widths
+        self.bound[rows] += widths
+        self.uncertain[rows] += widths - 1
+        self.rewinds[rows] = widths > 1
 
     def plan_prompt(self, row: int, count: int) -> bool:
         """The row computes `count` more known tokens; returns whether these are the last, so that it draws."""
@@ -153,13 +190,28 @@ class Rows:
         self.held[rows] = False
         return known
 
-    def collect(self, row: int, count: int) -> None:
-        """The row has `count` more tokens."""
+    def collect_each(
+        self, rows: RowNumbers, counts: NDArray[np.int64] | NDArray[np.int32], widths: NDArray[np.int64]
+    ) -> NDArray[np.int64]:
+        """Each row has so many more tokens, of the `widths` that were planned; returns how many it has now."""
+        known: NDArray[np.int64] = self.known[rows] + counts
+        rejected = counts - widths
+        self.known[rows] = known
+        self.bound[rows] += rejected
+        self.computed[rows] += rejected
+        self.uncertain[rows] -= widths - 1
+        self.held[rows] = False
+        return known
+
+    def collect(self, row: int, count: int, width: int = 1) -> None:
+        """The row has `count` more tokens, of the `width` that were planned."""
         self.known[row] += count
         self.held[row] = False
-        # Launching counted one token as bound and computed. All but a row's last token are computed, however many came.
-        self.bound[row] += count - 1
-        self.computed[row] += count - 1
+        # Launching counted `width` tokens as bound and computed. All but a row's last token are computed, however many
+        # came.
+        self.bound[row] += count - width
+        self.computed[row] += count - width
+        self.uncertain[row] -= width - 1
 
     def draw_again(self, row: int) -> None:
         """The draw yielded nothing: compute the row's last token once more."""

@@ -22,6 +22,7 @@ from quire.messages.plan import StepPlan, StepResult
 from quire.messages.request import NewRequest, Request, RequestState
 from quire.scheduler.admission import Admission
 from quire.scheduler.beam_search import BeamRows
+from quire.scheduler.drafting import Drafting
 from quire.scheduler.pacing import NoPacer, Pacer
 from quire.scheduler.policies.base import Policy
 from quire.scheduler.preemption import Preemptor
@@ -52,13 +53,14 @@ class Scheduler:
         tiers: OffloadManager | None = None,
         sessions: SessionKeeper | None = None,
         microbatches: int | None = None,
+        drafting: Drafting | None = None,
     ) -> None:
         """`groups`: for a device whose attention reads shared blocks once per group. `pacer`: bounds what prompts add
         to the time of a step; without one, only tokens are bounded. `tiers`: host memory and disk for blocks.
 
         `microbatches`: the device is a pipeline with this many plans in flight. A row is then in one of them until its
         draw is collected, and each plan has its share of the decoding rows. None: a plan may have rows whose last token
-        only the device has."""
+        only the device has. `drafting`: decodes verify drafts; without it, none do."""
         self.requests = RequestTable(tables, policy, keys, max_rows, groups)
         if tiers is not None:
             self.requests.swapper = Swapper(self.requests, tiers)
@@ -71,10 +73,16 @@ class Scheduler:
         self._sharing = self.requests.sharing
         self._swapper = self.requests.swapper
         self._in_flight: deque[InFlightStep] = deque()
+        if drafting is not None:
+            drafting.attach(self.requests, self._in_flight, clock)
+            self.requests.drafting = drafting
+        self._drafting = self.requests.drafting
         self._preemptor = Preemptor(self.requests, self._in_flight)
         self.pressure = self._preemptor.pressure
         self._admission = Admission(self.requests, self._preemptor, token_budget, chunked_prefill, clock)
-        self._writer = PlanWriter(self.requests, clock, holds_rows=microbatches is not None)
+        self._writer = PlanWriter(
+            self.requests, clock, holds_rows=microbatches is not None, with_following=self._drafting.needs_following
+        )
         self._beams = BeamRows(self.requests)
         self._collector = ResultCollector(self.requests, self._beams, self._in_flight)
         self._quarantine = Quarantine()
@@ -174,7 +182,12 @@ class Scheduler:
         """Whether a row is planned again only when its draw is collected: all its tokens are known then."""
         return self._microbatches is not None
 
-    # Tiers and sessions
+    # Drafts, tiers and sessions
+
+    @property
+    def drafting(self) -> Drafting | None:
+        """Chooses how many drafts decodes verify; None: there are no drafts."""
+        return self._drafting if isinstance(self._drafting, Drafting) else None
 
     @property
     def tiers(self) -> OffloadManager | None:
@@ -242,6 +255,8 @@ class Scheduler:
             ready = ready if len(ready) <= share else rows.longest_waiting(ready, share)
         if len(ready) > self._budget:
             ready = np.array(sorted(ready.tolist(), key=self._rank_of_row)[: self._budget], np.int64)
+        if self._drafting.is_on:
+            ready = self._drafting.plan(builder, ready, self._budget)
         in_need = {rows.requests[row] for row in rows.out_of_slots(ready).tolist()}
         if self.requests.forked:
             in_need |= self.requests.forked.intersection(rows.requests[row] for row in ready.tolist())
@@ -256,7 +271,8 @@ class Scheduler:
 
     def _prompt_budget(self, decodes: NDArray[np.int64]) -> int:
         """Prompt tokens this step may have: what the decodes leave, and no more than the pacer allows."""
-        budget = self._budget - len(decodes)
+        drafts = int(self.rows.width[decodes].sum()) - len(decodes) if self.rows.is_wide else 0
+        budget = self._budget - len(decodes) - drafts
         if self._microbatches is not None and self._in_flight:
             decodes = np.flatnonzero(self.rows.decoding)  # rows of the plans in flight wait for this one too
         if not self._pacer.is_on or not len(decodes):
@@ -268,7 +284,7 @@ class Scheduler:
         if first is None or not older:
             return budget
         pending = len(self.requests.prefilling) + min(self.waiting, self.rows.free)
-        allowance = self._pacer.allowance(len(decodes), older, pending)
+        allowance = self._pacer.allowance(len(decodes), older, pending, drafts)
         if self._sharing.is_owed(first, decodes):
             allowance = max(allowance, first.known)
         return min(budget, allowance)
@@ -318,12 +334,17 @@ class Scheduler:
     def _launch(self, builder: StepBuilder, decodes: NDArray[np.int64]) -> StepPlan:
         decodes = np.concatenate([decodes, np.array([request.row for request in builder.ready], np.int64)])
         self._sharing.charge_decodes(decodes)
+        self._drafting.settle(builder)
+        if builder.proposals:
+            self._preemptor.give_proposal_slots(builder)
         self.requests.states.plan(builder, decodes)
         plan, in_flight = self._writer.write(builder, decodes)
         self._in_flight.append(in_flight)
         if len(plan.rows):
             self.stats.note_step(plan, builder, self.requests, self.pressure)
-            self._pacer.launched(plan.num_decodes, len(plan.tokens), in_flight.launched, not builder.awaits_moves)
+            decoded = plan.num_decodes + plan.num_drafts
+            self._pacer.launched(decoded, len(plan.tokens), in_flight.launched, not builder.awaits_moves)
+            self._drafting.launched(plan, in_flight)
         return plan
 
     # Applying a result
@@ -338,6 +359,7 @@ class Scheduler:
             self._new_streams += step.draws[step.num_decodes :]
         self._swapper.collect(step, result.moves_done, self._clock())
         self._quarantine.release(step.draws)
+        self._drafting.collected(step, result, self._clock())
         self._collector.apply(step, result)
 
     # When a step fails
@@ -350,6 +372,7 @@ class Scheduler:
             self.tables.withdraw(in_flight.published)
         self._in_flight.clear()
         self._pacer.forget_in_flight()
+        self._drafting.forget_in_flight()
         self._swapper.reset()
         self.sessions.kv.forget_device()
         self.requests.start_over()
@@ -379,10 +402,14 @@ class Scheduler:
             self._admission.admit_one(builder, request, self._budget, alone=True)
         return self._launch(builder, np.empty(0, np.int64))
 
-    def lower_budget(self, tokens: int) -> int:
-        """Limit steps to `tokens` tokens, if that is less than now; returns the new limit."""
-        self._budget = self._admission.step_tokens = min(self._budget, tokens)
+    @property
+    def budget(self) -> int:
+        """The most tokens of a step."""
         return self._budget
+
+    @budget.setter
+    def budget(self, tokens: int) -> None:
+        self._budget = self._admission.step_tokens = tokens
 
     # Housekeeping
 

@@ -20,12 +20,15 @@ from numpy.typing import NDArray
 
 from quire.kvcache.groups import is_snapshot_worth, rolling_interval
 from quire.kvcache.prefix_cache import index_key
+from quire.messages.plan import MAX_WIDTH
 from quire.messages.request import Request
 
 if TYPE_CHECKING:
     from quire.scheduler.request_table import RequestTable
     from quire.scheduler.step_builder import StepBuilder
 
+NONE_DUE = 1 << 40
+"""Tokens. A row that takes no snapshot of its output has one due after so many."""
 Pages = list[list[int]]
 """Pages of a state or a snapshot, by state group."""
 
@@ -55,6 +58,9 @@ class NoRowStates:
         return count
 
     def plan(self, builder: StepBuilder, decodes: NDArray[np.int64]) -> None: ...
+
+    def most_drafts(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        return np.full(len(rows), MAX_WIDTH - 1)
 
     def fork(self, parent: Request, child: Request) -> None: ...
 
@@ -86,6 +92,8 @@ class RowStates:
         self._groups = [number for number, group in tables.others if group.kind == "state"]
         self._interval = rolling_interval(tables.state_pages, tables.pages_per_block, tables.block_size)
         self._rows: dict[Request, _Row] = {}
+        self._due_from = np.full(requests.rows.size, NONE_DUE, np.int64)
+        """By row: the next snapshot of its output is due at the first block boundary from so many tokens on."""
         self._held: list[int] = []
         """Pages that copies of the plan being made read or write; released when it is written."""
         self._forked: list[Request] = []
@@ -113,6 +121,7 @@ class RowStates:
         if self._tables.prefix_caching:
             last = (request.known - 1) // self._size * self._size
             row.points = sorted({point for point in (reach * self._size, last) if point > cached})
+        self._update_due(request)
         for table in self._tables.states_of(request):
             if table.blocks and self._is_to_be_copied(builder, request, table.blocks, spare):
                 own = self._pool.allocate(len(table.blocks))
@@ -134,6 +143,7 @@ class RowStates:
     def _copy_live(self, parent: Request, child: Request) -> list[tuple[int, int]]:
         """Give the child pages for a state; returns the copies that fill them from the parent's."""
         self._rows[child] = _Row(self._rows[parent].last)
+        self._update_due(child)
         copies: list[tuple[int, int]] = []
         for table, source in zip(self._tables.states_of(child), self._tables.states_of(parent), strict=True):
             table.blocks = self._pool.allocate(len(source.blocks))
@@ -203,10 +213,32 @@ class RowStates:
             end = int(rows.computed[request.row]) + count
             if end % self._size == 0:
                 self._snapshot_prompt(builder, request, end)
-        for number in decodes[(rows.computed[decodes] + 1) % self._size == 0].tolist():
+        is_certain = (rows.width[decodes] == 1) & (rows.uncertain[decodes] == 0)
+        for number in decodes[is_certain & ((rows.computed[decodes] + 1) % self._size == 0)].tolist():
             request = rows.requests[number]
             assert request is not None
             self._snapshot_output(builder, request, int(rows.computed[number]) + 1)
+
+    def most_drafts(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Drafts that each of these rows may verify now; -1: it waits until those in flight are collected.
+
+        A snapshot is taken where a row is known to be at the end of a step. So where one is due, the last two tokens
+        before it are computed one by one, the second of them with nothing uncertain in flight.
+        """
+        most = np.full(len(rows), MAX_WIDTH - 1)
+        if not self._tables.prefix_caching or self._pool.empty < self._tables.state_pages:
+            return most
+        columns, size = self._requests.rows, self._size
+        computed = columns.computed[rows]
+        due = -(-np.maximum(self._due_from[rows], computed + 1) // size) * size
+        waits = (computed == due - 1) & (columns.uncertain[rows] > 0)
+        return np.where(waits, -1, np.clip(due - 3 - computed, 0, most))
+
+    def _update_due(self, request: Request) -> None:
+        """Note from how many tokens on the row's next snapshot is due."""
+        row = self._rows[request]
+        is_none = row.pending is not None or request.beam is not None
+        self._due_from[request.row] = NONE_DUE if is_none else row.last + self._interval
 
     def _snapshot_prompt(self, builder: StepBuilder, request: Request, end: int) -> None:
         """The row's state after `end` known tokens enters the prefix cache."""
@@ -225,6 +257,7 @@ class RowStates:
             self._copy(builder, request, rolled)
             self._publish(key, rolled, builder)
             row.last, row.rolling = end, key
+        self._update_due(request)
 
     def _snapshot_output(self, builder: StepBuilder, request: Request, end: int) -> None:
         """The row's state after `end` tokens, the last of them not collected, is copied."""
@@ -232,6 +265,7 @@ class RowStates:
         if request.beam is None and row.pending is None and (pages := self._roll(row, end)) is not None:
             self._copy(builder, request, pages)
             row.pending = end, pages
+            self._update_due(request)
 
     def _roll(self, row: _Row, end: int) -> Pages | None:
         """Pages for the row's next rolling snapshot: those of the last one, or empty ones. None: it is not due, or
@@ -256,6 +290,8 @@ class RowStates:
         (end, pages), row.pending = row.pending, None
         self._requests.extend_keys(request)
         row.last, row.rolling = end, request.keys[end // self._size - 1]
+        if request.row >= 0:
+            self._update_due(request)
         self._publish(row.rolling, pages)
         self._release(pages)
 
@@ -295,10 +331,11 @@ class RowStates:
     def drop_pending(self) -> bool:
         """Give back the pages of snapshots that are not in the prefix cache yet; False if there are none."""
         dropped = False
-        for row in self._rows.values():
+        for request, row in self._rows.items():
             if row.pending is not None:
                 self._release(row.pending[1])
                 row.pending, dropped = None, True
+                self._update_due(request)
         return dropped
 
     def page_refs(self) -> list[int]:

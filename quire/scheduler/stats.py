@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
+from numpy.typing import NDArray
+
 from quire.messages.histogram import Histogram
 from quire.messages.metric_table import STEP_TOKEN_BOUNDS
-from quire.messages.plan import StepPlan
+from quire.messages.plan import MAX_WIDTH, StepPlan
 
 if TYPE_CHECKING:
     from quire.scheduler.preemption import MemoryPressure
@@ -14,10 +17,46 @@ if TYPE_CHECKING:
     from quire.scheduler.step_builder import StepBuilder
 
 
+class DraftStats:
+    """Drafts that decodes verified, and why others verified none."""
+
+    def __init__(self) -> None:
+        self.draws = 0
+        """Draws that verified drafts."""
+        self.tokens = 0
+        """Drafts that they verified."""
+        self.accepted_by_place = np.zeros(MAX_WIDTH - 1, np.int64)
+        """By place in the draw: drafts that were accepted."""
+        self.chosen = np.zeros(MAX_WIDTH, np.int64)
+        """Decodes by the number of drafts that were chosen for them."""
+        self.excluded = 0
+        """Decodes without drafts: of beam searches, at their last token, in steps that verify none…"""
+        self.unavailable = 0
+        """…for which there were none…"""
+        self.unprofitable = 0
+        """…and for which they were not expected to pay."""
+
+    @property
+    def accepted(self) -> int:
+        return int(self.accepted_by_place.sum())
+
+    @property
+    def mean_length(self) -> float:
+        """Tokens of a draw that verified drafts, the drawn one included."""
+        return 1 + self.accepted / self.draws if self.draws else 1.0
+
+    def note(self, drafts: NDArray[np.int64], accepted: NDArray[np.int64]) -> None:
+        """Draws have verified so many drafts, of which so many were accepted."""
+        self.draws += int(np.count_nonzero(drafts))
+        self.tokens += int(drafts.sum())
+        self.accepted_by_place += (accepted[:, None] > np.arange(MAX_WIDTH - 1)).sum(0)
+
+
 class SchedulerStats:
     """Sums over steps, and the last step."""
 
     def __init__(self) -> None:
+        self.drafts = DraftStats()
         self.steps = 0
         self.step_tokens = Histogram(STEP_TOKEN_BOUNDS)
         """Tokens of each step."""
@@ -72,8 +111,9 @@ class SchedulerStats:
         prompts = len(plan.rows) - plan.num_decodes
         moves = "" if plan.moves is None else f", {len(plan.moves.out)} out, {len(plan.moves.back)} back"
         victims = "".join(f" {request.id}/{request.index}" for request in builder.preempted)
+        drafts = f", {plan.num_drafts} drafts" if plan.num_drafts else ""
         return (
-            f"step {plan.step}: {plan.num_decodes} decodes + {prompts} prompts ({len(plan.tokens)} tokens), "
+            f"step {plan.step}: {plan.num_decodes} decodes{drafts} + {prompts} prompts ({len(plan.tokens)} tokens), "
             f"blocks {used} used / {free} free, cache hits {builder.cached_tokens} of {builder.queried_tokens} tokens, "
             f"{len(builder.preempted)} preempted{victims}, {len(builder.copies)} copied{moves}, {pressure}"
         )

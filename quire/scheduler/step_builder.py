@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.messages.plan import Fork, Ints, NewRow, PrefixGroup, StepPlan
+from quire.messages.plan import Drafts, Fork, Ints, NewRow, PrefixGroup, StepPlan
 from quire.messages.request import Request
 from quire.scheduler.request_table import RequestTable
 
@@ -34,6 +35,10 @@ class StepBuilder:
         self.published: list[int] = []
         """Blocks that entered the prefix cache before they are written."""
         self.preempted: list[Request] = []
+        self.drafts: dict[int, Drafts] = {}
+        """By row: drafts made on the host."""
+        self.proposals = 0
+        """Drafts that the device makes for each row that draws."""
         self.cached_tokens = 0
         self.queried_tokens = 0
         self.block_rows: list[int] = []
@@ -113,6 +118,12 @@ class InFlightStep:
     epochs: NDArray[np.int64]
     num_decodes: int
     """The first `num_decodes` draws are not their request's first."""
+    widths: NDArray[np.int64] | None = None
+    """Tokens that each draw may yield; None: one each."""
+    num_drafts: int = 0
+    """Drafts that the decodes verify."""
+    proposals: int = 0
+    """Drafts that the device makes for each row that draws."""
     has_beams: bool = False
     """Some draws are for beams: they yield candidates to choose from, not tokens."""
     prompt_tokens: int = 0
@@ -121,6 +132,10 @@ class InFlightStep:
     """Its duration includes copies between tiers."""
     published: list[int] = field(default_factory=list)
     """Blocks that entered the prefix cache before they are written."""
+
+    def width_of(self, draw: int) -> int:
+        """Tokens that a draw may yield."""
+        return 1 if self.widths is None else int(self.widths[draw])
 
     def draws_for(self, row: int, epoch: int) -> int:
         """How many draws go to the row's owner of that epoch."""
@@ -131,13 +146,18 @@ class PlanWriter:
     """Writes numbered plans. Each holds only what the device does not have yet."""
 
     def __init__(
-        self, requests: RequestTable, clock: Callable[[], float] = time.monotonic, holds_rows: bool = False
+        self,
+        requests: RequestTable,
+        clock: Callable[[], float] = time.monotonic,
+        holds_rows: bool = False,
+        with_following: bool = False,
     ) -> None:
         """`holds_rows`: a row is planned again only when its draw is collected, and the plan then carries the token;
-        otherwise the device already has it."""
+        otherwise the device already has it. `with_following`: plans have the token after each chunk of a prompt."""
         self._requests = requests
         self._clock = clock
         self._holds_rows = holds_rows
+        self._with_following = with_following
         self._step = 0
         self._reset = False
 
@@ -150,14 +170,22 @@ class PlanWriter:
         table, rows = self._requests, self._requests.rows
         by_row = not table.tables.has_full  # the device finds no token ids in blocks
         added = [_new_row(request, int(rows.computed[request.row]), by_row) for request in builder.admitted]
-        rows.plan_decodes(decodes)
+        widths = rows.width[decodes] if rows.is_wide else None
+        rewound = self._rewound(decodes)
+        rows.plan_decodes(decodes, widths)
+        num_drafts = 0 if widths is None else int(widths.sum()) - len(decodes)
         requests: list[Request] = [rows.requests[row] for row in decodes.tolist()]
-        draws, samples, sample_rows = list(requests), list(range(len(decodes))), decodes.tolist()
+        draws = list(requests)
+        samples: list[int] = []
+        sample_rows: list[int] = []
         tokens: list[int] = []
+        following: list[int] = []
         forks: list[Fork] = []
         for request, count in builder.prompts.items():
             chunk, is_last = table.compute_chunk(request, count)
             tokens += chunk
+            if self._with_following:
+                following += [-1] if is_last else table.next_tokens(request, 1)
             if is_last:
                 children = table.fork_siblings(request)
                 forks += [Fork(request.row, child.row, child.index, child.id) for child in children]
@@ -166,17 +194,17 @@ class PlanWriter:
                     samples.append(len(requests))
                     sample_rows.append(drawer.row)
             requests.append(request)
-        scheduled = _ints([request.row for request in requests]) if builder.prompts else decodes.astype(np.int32)
-        targets = _ints(sample_rows)
+        scheduled = _then(decodes, [request.row for request in builder.prompts])
+        targets = _then(decodes, sample_rows)
         dropped, branches = table.take_row_changes()
         table.states.write(builder)
         plan = StepPlan(
             step=self._step,
             rows=scheduled,
-            counts=_ints([1] * len(decodes) + list(builder.prompts.values())),
+            counts=_then(np.ones(len(decodes)) if widths is None else widths, list(builder.prompts.values())),
             num_decodes=len(decodes),
             tokens=_ints(tokens),
-            samples=_ints(samples),
+            samples=_then(np.arange(len(decodes)), samples),
             sample_rows=targets,
             block_rows=_ints(builder.block_rows),
             block_indices=_ints(builder.block_indices),
@@ -193,15 +221,31 @@ class PlanWriter:
             forced=self._forced(decodes, builder.ready),
             moves=table.swapper.take_moves(self._step, not requests, builder.awaits_moves),
             groups=self._groups(),
+            num_drafts=num_drafts,
+            drafts=[builder.drafts[row] for row in decodes.tolist() if row in builder.drafts] if num_drafts else [],
+            proposals=builder.proposals,
+            following=_ints(following),
+            rewound=rewound,
         )
         table.states.written()
         self._step += 1
         self._reset = False
         has_beams = rows.plan_draws(targets, plan.step, self._holds_rows)
+        if widths is not None:
+            widths = np.concatenate([widths, np.ones(len(targets) - len(decodes), np.int64)])
         return plan, InFlightStep(
-            plan.step, requests, draws, targets, rows.epoch[targets], len(decodes), has_beams, len(tokens),
-            self._clock(), builder.awaits_moves, builder.published,
+            plan.step, requests, draws, targets, rows.epoch[targets], len(decodes), widths, num_drafts,
+            builder.proposals, has_beams, len(tokens), self._clock(), builder.awaits_moves, builder.published,
         )  # fmt: skip
+
+    def _rewound(self, decodes: NDArray[np.int64]) -> list[tuple[int, int]]:
+        """How many tokens of rows are computed, where the stages before the last cannot know it."""
+        rows = self._requests.rows
+        if not self._holds_rows or not rows.rewinds.any():
+            return []
+        found = decodes[rows.rewinds[decodes]]
+        rows.rewinds[found] = False
+        return list(zip(found.tolist(), rows.computed[found].tolist(), strict=True))
 
     def _forced(self, decodes: NDArray[np.int64], ready: list[Request]) -> list[tuple[int, int]]:
         """Last tokens that the device does not have: of beams, whose token the host chose; of rows that have just
@@ -219,8 +263,17 @@ class PlanWriter:
         return [] if changes is None and self._reset else changes
 
 
+NOTHING = np.empty(0, np.int32)
+
+
 def _ints(values: list[int]) -> Ints:
-    return np.array(values, dtype=np.int32)
+    return np.array(values, dtype=np.int32) if values else NOTHING
+
+
+def _then(of_decodes: NDArray[Any], of_prompts: list[int]) -> Ints:
+    """A column of a plan: what decodes have in it, then prompts."""
+    column = of_decodes.astype(np.int32)
+    return np.concatenate([column, _ints(of_prompts)]) if of_prompts else column
 
 
 def _new_row(request: Request, cached: int, with_tokens: bool) -> NewRow:

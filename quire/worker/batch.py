@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 
+from quire.kernels.philox import uniform
+from quire.kernels.states import StateReplay
 from quire.layers.attention.base import AttentionInputs, LastTokens
-from quire.messages.plan import Fork, NewRow, StepPlan
-from quire.messages.sampling import SCALARS
+from quire.messages.plan import MAX_WIDTH, Drafts, Fork, NewRow, StepPlan
+from quire.messages.sampling import ACCEPT_STREAM, SCALARS
 from quire.worker.extras import RowExtras, RowKind, ScalarColumns, pack_scalars
 from quire.worker.kv import KVCache
 
@@ -43,6 +45,8 @@ class StepInputs:
     """Hidden states from the previous pipeline stage; None on the first."""
     slots: torch.Tensor | None = None
     """[cache groups, tokens]: the slots of all groups, where they are one tensor."""
+    features: torch.Tensor | None = None
+    """What a proposer reads of the forward pass: the streams that entered some layers, joined; set once it has run."""
 
 
 def as_siblings(groups: Sequence[AttentionInputs]) -> tuple[AttentionInputs, ...]:
@@ -53,6 +57,22 @@ def as_siblings(groups: Sequence[AttentionInputs]) -> tuple[AttentionInputs, ...
     return found
 
 
+class Drawn(NamedTuple):
+    """What a step drew, on the host."""
+
+    tokens: np.ndarray
+    """A token for each place."""
+    stopped: np.ndarray
+    """For each draw: its last token is a stop id."""
+    invalid: np.ndarray
+    """For each draw: the row's logits were NaN or all infinite."""
+    counts: np.ndarray | None = None
+    """Tokens each draw yielded; None: one each."""
+    drafts: np.ndarray | None = None
+    """[draws, MAX_WIDTH - 1]: what was proposed for the next step, and how much of it; None: nothing was…"""
+    num_drafts: np.ndarray | None = None
+
+
 class StepDraws(Protocol):
     """The tokens a step drew, being copied to the host."""
 
@@ -60,22 +80,22 @@ class StepDraws(Protocol):
         """Whether the step is done."""
         ...
 
-    def wait(self) -> list[np.ndarray]:
-        """Tokens, whether each was a stop id, and whether the row's logits were NaN or all infinite."""
+    def wait(self) -> Drawn:
+        """What it drew; waits until it is done."""
         ...
 
 
 class HostDraws:
-    """The tokens a step drew, already in host memory."""
+    """The tokens a step drew, already in host memory: the tensors of `Drawn`."""
 
-    def __init__(self, tokens: torch.Tensor, stopped: torch.Tensor, invalid: torch.Tensor) -> None:
-        self._tensors = (tokens, stopped, invalid)
+    def __init__(self, *tensors: torch.Tensor | None) -> None:
+        self.tensors = tensors
 
     def ready(self) -> bool:
         return True
 
-    def wait(self) -> list[np.ndarray]:
-        return [tensor.cpu().numpy() for tensor in self._tensors]
+    def wait(self) -> Drawn:
+        return Drawn(*(tensor if tensor is None else tensor.cpu().numpy() for tensor in self.tensors))  # type: ignore[arg-type]
 
 
 class DeviceBatch:
@@ -95,7 +115,25 @@ class DeviceBatch:
         self.previous_hidden: torch.Tensor | None = None
         """Buffer of the previous pipeline stage's hidden states; None on the first."""
         self._drawn: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
-        self._picks = self._draw_rows = torch.empty(0)
+        self._placed: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """Tokens drawn at places of a step that verifies drafts, and whether each is invalid."""
+        self._verified: HostDraws | None = None
+        self._picks = self._draw_rows = self._sample_rows = torch.empty(0)
+        self._offsets: torch.Tensor | None = None
+        self.speculates = False
+        """Whether rows may have drafts."""
+        self.proposer_error: Exception | None = None
+        """What the proposer on the device has raised: it is not run again."""
+        self.checks_drafts = False
+        """Whether drafts may be no tokens of the vocabulary: they come from a class of the user's own."""
+        self.synthetic_rates: torch.Tensor | None = None
+        """[MAX_WIDTH - 1] float64: for each draft the probability that it is accepted if all before it are, whatever
+        the tokens; None: it is accepted if it is the token that was drawn."""
+        self.draft_probs: torch.Tensor | None = None
+        """[rows + 1, drafts, vocabulary]: the probabilities that drafts were drawn with, if they are accepted by the
+        ratio of the target's to these (`rejection_sample_method`)…"""
+        self.is_sampled = torch.zeros(max_rows + 1, dtype=torch.bool, device=device)
+        """…and whether the row's drafts were drawn with any."""
 
         def column(dtype: torch.dtype, *width: int) -> torch.Tensor:
             # One row more than requests can have: it is never active, and fills up steps that are padded.
@@ -109,6 +147,7 @@ class DeviceBatch:
         self.active = column(torch.bool)
         blocks = max_tokens_per_row // kv.block_size + 1
         self.cache_groups = groups = kv.geometry.groups
+        self._has_states = any(group.pages for group in groups)
         width = max(group.pages or blocks for group in groups)
         width = -(-width // 16) * 16  # rows of tables on 64-byte lines
         self.block_tables = torch.zeros(len(groups), max_rows + 1, width, dtype=torch.int32, device=device)
@@ -122,23 +161,69 @@ class DeviceBatch:
         self.scalars = column(torch.int32, len(SCALARS))
         """Scalar sampling parameters, in the order of `SCALARS`; floats by their bits (`ScalarColumns` reads them)."""
         self.stop_ids = column(torch.int64, 1)
+        self.drafts = column(torch.int32, MAX_WIDTH - 1)
+        """Tokens that the row may draw next, the first of them at position `num_tokens`…"""
+        self.num_drafts = column(torch.int32)
+        """…and how many there are."""
         # Host side: what kind of work each row's sampling is, and the parameters that are lists.
         self.kinds = np.zeros(max_rows, np.int32)
         self.extras: dict[int, RowExtras] = {}
 
+    def speculate(self, rates: Sequence[float] | None = None, sampled: int = 0, checked: bool = False) -> None:
+        """Rows may have drafts from now on. `rates`: accept them with these probabilities, to measure speed. `sampled`:
+        drafts of a row that are drawn, and accepted by the ratio of both probabilities. `checked`: what the proposer
+        on the device makes may be no tokens of the vocabulary."""
+        self.speculates = True
+        self.checks_drafts = checked
+        if rates is not None:
+            padded = [*rates, *[0.0] * (MAX_WIDTH - 1 - len(rates))]
+            self.synthetic_rates = torch.tensor(padded, dtype=torch.float64, device=self._device)
+        if sampled:
+            self.draft_probs = torch.zeros(self.max_rows + 1, sampled, self.vocab_size, device=self._device)
+
     def apply(self, plan: StepPlan, padded_rows: int = 0) -> None:
         """Apply the plan's changes to the rows; `padded_rows`: rows of the step if it is padded, else 0."""
         self._begin(plan)
-        last = np.cumsum(plan.counts)[plan.samples] - 1
-        drop, block_rows, block_indices, blocks, self._picks, self._draw_rows = self.upload(
-            plan.drop, self._table_rows(plan), plan.block_indices, plan.blocks, last, plan.sample_rows
-        )
+        drop, block_rows, block_indices, blocks, self._picks, self._draw_rows, self._sample_rows = self.upload(
+            plan.drop, self._table_rows(plan), plan.block_indices, plan.blocks, plan.picks, plan.place_rows,
+            plan.sample_rows if plan.proposals else (),
+        )  # fmt: skip
         if len(drop):
             self.active[drop] = False
         self._add(plan.add)
         if len(blocks):
             self.block_tables.flatten(0, 1)[block_rows, block_indices] = blocks.to(torch.int32)
         self.kv.copy(plan.copies)
+        self._offsets = self.upload(plan.place_offsets)[0] if plan.num_drafts else None
+        if plan.rewound:
+            rows, computed = self.upload(*zip(*plan.rewound, strict=True))
+            self.num_computed[rows] = computed
+        self._place_drafts(plan.drafts)
+
+    def _place_drafts(self, runs: list[Drafts]) -> None:
+        """Make runs from the host the rows' drafts, less what the rows have drawn since."""
+        if not runs:
+            return
+        longest = max(len(run.tokens) for run in runs)
+        padded = [run.tokens + [0] * (longest - len(run.tokens)) for run in runs]
+        rows, starts, lengths, flat = self.upload(
+            [run.row for run in runs], [run.start for run in runs], [len(run.tokens) for run in runs], np.ravel(padded)
+        )
+        # All tokens of a decode but its last are computed. Only the last pipeline stage knows `num_tokens`.
+        tokens, last = flat.view(len(runs), longest), self.num_computed[rows, None]
+        positions = starts[:, None] + torch.arange(longest, device=self._device)
+        drawn = torch.where(positions == last, self.last_token[rows, None], self.tokens_at(rows[:, None], positions))
+        differs = ((positions <= last) & (drawn != tokens)).any(-1)
+        passed = last[:, 0] + 1 - starts
+        left = torch.where(differs, 0, lengths - passed).clamp(0, MAX_WIDTH - 1)
+        index = (passed[:, None] + torch.arange(MAX_WIDTH - 1, device=self._device)).clamp(0, longest - 1)
+        self.drafts[rows] = tokens.gather(1, index).to(torch.int32)
+        self.num_drafts[rows] = left.to(torch.int32)
+        self._given_by_host(rows)
+
+    def _given_by_host(self, rows: torch.Tensor) -> None:
+        if self.draft_probs is not None:
+            self.is_sampled[rows] = False
 
     def _table_rows(self, plan: StepPlan) -> np.ndarray:
         """Rows of the tables of all groups, one group's after another's, that the plan changes."""
@@ -157,7 +242,7 @@ class DeviceBatch:
         elif plan.step != self._next_step:
             raise RuntimeError(f"got plan {plan.step}, expected plan {self._next_step}")
         self._next_step = plan.step + 1
-        self._drawn = []
+        self._drawn, self._placed, self._verified = [], [], None
         self.fork(plan.branches)  # before drops: a source may be dropped in this plan
         if plan.forced:
             rows, tokens = self.upload(*zip(*plan.forced, strict=True))
@@ -186,6 +271,7 @@ class DeviceBatch:
         self.sequence[rows] = sequence
         self.scalars[rows] = scalars.view(len(added), -1).to(torch.int32)
         self.active[rows] = True
+        self.num_drafts[rows] = 0
         self._set_stop_ids(rows, [new.stop_ids for new in added])
         self._add_token_ids(added)
         for new in added:
@@ -235,7 +321,11 @@ class DeviceBatch:
             offsets = torch.repeat_interleave(starts - (ends - counts), counts, output_size=total)
             positions = torch.arange(total, device=self._device) + offsets
             owners = torch.repeat_interleave(rows, counts, output_size=total)
-        tokens = torch.cat([self.last_token[rows[: plan.num_decodes]], fresh])
+        if plan.num_drafts:
+            decoding = total - len(fresh)
+            tokens = torch.cat([self._last_and_drafts(owners[:decoding], positions[:decoding]), fresh])
+        else:
+            tokens = torch.cat([self.last_token[rows[: plan.num_decodes]], fresh])
         is_active = self.active[owners]
         slots = [self._slots(table, owners, positions, is_active) for table in self._slot_tables()]
         if self.kv.has_tokens:
@@ -252,15 +342,26 @@ class DeviceBatch:
             block_tables=self._tables_of(0, rows, plan.max_context),
             num_rows=len(plan.rows),
             num_tokens=total,
-            num_decodes=plan.num_decodes,
+            num_decodes=0 if plan.num_drafts else plan.num_decodes,
             max_query_len=int(plan.counts.max()),
             max_context_len=plan.max_context,
         )
+        if plan.num_drafts:
+            step.num_verifying, step.num_verified = plan.num_decodes, plan.num_decodes + plan.num_drafts
+            step.width = int(plan.counts[: plan.num_decodes].max())
+            step.replay = StateReplay() if self._has_states else None
         groups = [step]
         for group in range(1, len(self.block_tables)):
             tables = self._tables_of(group, rows, plan.max_context)
             groups.append(replace(step, slots=slots[min(group, len(slots) - 1)], block_tables=tables, plans={}))
         return StepInputs(tokens, positions, as_siblings(groups), self._previous_hidden(total))
+
+    def _last_and_drafts(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """The tokens of decodes: each row's last one, then its drafts; any token where it has no more."""
+        ahead = positions - self.num_computed[rows]
+        drafts = self.drafts[rows, (ahead - 1).clamp(0, MAX_WIDTH - 2)].long()
+        drafts = torch.where(ahead <= self.num_drafts[rows], drafts, 0)
+        return torch.where(ahead == 0, self.last_token[rows], drafts)
 
     def _slot_tables(self) -> torch.Tensor:
         """Tables of the groups whose blocks hold tokens; of the first if none does: slots then only say which rows are
@@ -295,20 +396,41 @@ class DeviceBatch:
     def _one_token_each(self, rows: torch.Tensor, inputs: StepInputs) -> AttentionInputs:
         """The step as if it had only the last token of each of these rows."""
         step = inputs.attention[0]
+        return self._single_tokens(rows, self.num_computed[rows], step.slots[:0], step.max_context_len)[0]
+
+    def _single_tokens(
+        self, rows: torch.Tensor, context: torch.Tensor, slots: torch.Tensor, longest: int
+    ) -> tuple[AttentionInputs, ...]:
+        """A step of one token of each of these rows, the last of `context` [rows] tokens."""
         found = AttentionInputs(
-            slots=step.slots[:0],
+            slots=slots,
             query_starts=torch.arange(len(rows) + 1, dtype=torch.int32, device=self._device),
-            context_lens=self.num_computed[rows].to(torch.int32),
-            block_tables=self._tables_of(0, rows, step.max_context_len),
+            context_lens=context.to(torch.int32),
+            block_tables=self._tables_of(0, rows, longest),
             num_rows=len(rows),
             num_tokens=len(rows),
             num_decodes=len(rows),
             max_query_len=1,
-            max_context_len=step.max_context_len,
+            max_context_len=longest,
         )
         others = range(1, len(self.block_tables))
-        tables = [self._tables_of(group, rows, step.max_context_len) for group in others]
-        return as_siblings([found, *(replace(found, block_tables=table, plans={}) for table in tables)])[0]
+        tables = [self._tables_of(group, rows, longest) for group in others]
+        return as_siblings([found, *(replace(found, block_tables=table, plans={}) for table in tables)])
+
+    def ahead(
+        self, rows: torch.Tensor, distance: int, longest: int
+    ) -> tuple[torch.Tensor, tuple[AttentionInputs, ...]]:
+        """Positions of the tokens `distance` after these rows' last ones, and a step of these tokens. What lies behind
+        a row's limit is written to the null block. `longest`: bound on the context of any of them."""
+        positions = self.num_tokens[rows] - 1 + distance
+        is_inside = self.active[rows] & (positions < self.limit[rows])
+        slots = [self._slots(table, rows, positions, is_inside) for table in self._slot_tables()]
+        # Tables of rotations end at the longest context.
+        positions = torch.minimum(positions, self.limit[rows] - 1).clamp(min=0)
+        groups = self._single_tokens(rows, positions + 1, slots[0], longest)
+        for group, inputs in enumerate(groups):
+            inputs.slots = slots[min(group, len(slots) - 1)]
+        return positions, groups
 
     def _tables_of(self, group: int, rows: torch.Tensor, max_context: int) -> torch.Tensor:
         """[rows, blocks]: these rows' tables of a cache group."""
@@ -331,17 +453,23 @@ class DeviceBatch:
         ):  # fmt: skip
             column[rows] = column[sources]
         self.sequence[rows] = sequences
+        self.num_drafts[rows] = 0
         for fork in forks:
             self.kinds[fork.row] = self.kinds[fork.source]
             self.extras[fork.row] = self.extras[fork.source]
 
     def picks(self, plan: StepPlan) -> torch.Tensor:
-        """For each of the step's draws, the token of the step whose hidden state it is sampled from."""
+        """For each place of the step's draws, the token of the step whose hidden state it is sampled from."""
         return self._picks
 
     def draw_rows(self, plan: StepPlan) -> torch.Tensor:
-        """For each of the step's draws, the row that gets the token."""
+        """For each place of the step's draws, the row that gets the token."""
         return self._draw_rows
+
+    def lengths(self, plan: StepPlan, part: slice, rows: torch.Tensor) -> torch.Tensor:
+        """Tokens before each of the places in `part`, whose rows these are: drafts before a place count."""
+        length = self.num_tokens[rows]
+        return length if self._offsets is None else length + self._offsets[part]
 
     def mask(self, logits: torch.Tensor, indices: np.ndarray, bits: np.ndarray) -> None:
         """Set the logits of tokens whose bit is not set to -inf in these rows, in place."""
@@ -350,8 +478,9 @@ class DeviceBatch:
         for i, banned in zip(indices.tolist(), torch.from_numpy(flags.view(np.bool_)), strict=True):
             torch.where(banned, nothing, logits[i], out=logits[i])  # masked_fill_ is slower: it branches on each flag
 
-    def draw(self, logits: torch.Tensor, rows: torch.Tensor, start: int, filtered: bool) -> bool:
-        """Draw and commit in one kernel; False if the device has none. `start`: as in `commit`."""
+    def draw(self, plan: StepPlan | None, logits: torch.Tensor, rows: torch.Tensor, start: int, filtered: bool) -> bool:
+        """Draw and commit in one kernel, or draw and keep the tokens if the plan verifies drafts; False if the device
+        has none. `start`: as in `commit`."""
         return False
 
     def commit(self, tokens: torch.Tensor, invalid: torch.Tensor, rows: torch.Tensor, start: int) -> None:
@@ -361,13 +490,68 @@ class DeviceBatch:
         self.last_token[rows] = tokens
         self.num_tokens[rows] = length
         self.active[rows] &= ~(stopped | (length >= self.limit[rows]))
+        if self.speculates:
+            self.num_drafts[rows] = 0
         self._drawn.append((tokens, stopped, invalid))
 
-    def result(self, draws: int) -> StepDraws:
-        """The step's draws; the caller waits for them."""
-        if not self._drawn:
+    def place(self, tokens: torch.Tensor, invalid: torch.Tensor, start: int) -> None:
+        """Keep the tokens drawn at places of a step that verifies drafts, for `verify`; `start`: as in `commit`."""
+        self._placed.append((tokens, invalid))
+
+    def drawn_at(self, rows: torch.Tensor, start: int) -> torch.Tensor:
+        """The tokens that were just drawn at places of these rows, the first of which is `start`."""
+        return self._placed[-1][0] if self._placed else self.last_token[rows]
+
+    def drawn(self, plan: StepPlan) -> torch.Tensor:
+        """The tokens drawn at all places of the step."""
+        if self._placed:
+            return torch.cat([tokens for tokens, _ in self._placed])
+        return self.last_token[self.draw_rows(plan).long()]
+
+    def verify(self, plan: StepPlan) -> torch.Tensor:
+        """Compare the tokens drawn at all places with the drafts there, and write back what each draw yields: tokens up
+        to the first that is not the next draft, a stop id, or the row's last. Returns how many [draws]."""
+        rows, widths = self.upload(plan.sample_rows, plan.widths)
+        drawn, invalid = (torch.cat(parts) for parts in zip(*self._placed, strict=True))
+        place = torch.arange(MAX_WIDTH, device=self._device)
+        index = (widths.cumsum(0) - widths)[:, None] + place
+        index = index.clamp(max=len(drawn) - 1)
+        tokens, is_invalid = drawn[index], invalid[index]
+        is_stop = (self.stop_ids[rows][:, None] == tokens[:, :, None]).any(-1)
+        length = self.num_tokens[rows, None] + place + 1
+        is_end = is_stop | is_invalid | (length >= self.limit[rows, None])
+        if self.synthetic_rates is None:
+            matches = tokens[:, :-1] == self.drafts[rows]
+        else:
+            index = length[:, :-1] - 1 - self.prompt_len[rows, None]
+            stream = self.sequence[rows, None] + ACCEPT_STREAM
+            matches = uniform(self.seed[rows, None], index, stream) < self.synthetic_rates
+        goes_on = matches & ~is_end[:, :-1]
+        goes_on &= place[1:] < torch.minimum(widths, self.num_drafts[rows] + 1)[:, None]
+        accepted = goes_on.long().cumprod(-1).sum(-1)
+        last = accepted[:, None]
+        stopped, is_over = is_stop.gather(1, last)[:, 0], is_end.gather(1, last)[:, 0]
+        self.last_token[rows] = tokens.gather(1, last)[:, 0]
+        self.num_tokens[rows] += accepted + 1
+        self.num_computed[rows] += accepted + 1 - widths
+        self.num_drafts[rows] = 0
+        self.active[rows] &= ~is_over
+        counts = accepted + 1
+        self._verified = HostDraws(drawn, stopped, is_invalid.gather(1, last)[:, 0], counts)
+        return counts
+
+    def result(self, draws: int, proposed: bool = False) -> StepDraws:
+        """The step's draws; the caller waits for them. `proposed`: with the drafts that their rows have now."""
+        if self._verified is not None:
+            tensors = self._verified.tensors
+        elif self._drawn:
+            tensors = (*(torch.cat(parts) for parts in zip(*self._drawn, strict=True)), None)
+        else:
             return self.nothing_drawn()
-        return HostDraws(*(torch.cat(parts) for parts in zip(*self._drawn, strict=True)))
+        if not proposed:
+            return HostDraws(*tensors)
+        rows = self._sample_rows
+        return HostDraws(*tensors, self.drafts[rows], self.num_drafts[rows])
 
     def nothing_drawn(self) -> StepDraws:
         """The result of a step without draws."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from quire.kernels.kv import KVFormat
 from quire.layers.attention.base import AttentionBackend, attention_backend
 from quire.layers.attention.scales import is_attention_scale
 from quire.layers.build_context import BuildContext, create_weights
+from quire.layers.caches import LayerCache
 from quire.loading.files import ModelFiles
 from quire.loading.model_config import ModelConfig, checkpoint_kv_dtype
 from quire.models.base import CausalLM
@@ -25,6 +27,9 @@ from quire.models.registry import implementation, model_class
 from quire.platforms.base import Platform
 from quire.quantization.find import find_scheme
 from quire.registry import resolve
+from quire.speculative.config import MTP
+from quire.speculative.device import DeviceProposer
+from quire.speculative.registry import make_device_proposer
 
 logger = logging.getLogger(__name__)
 
@@ -117,6 +122,26 @@ def build_model(
     built: CausalLM = model_class(model.architecture, config.model_impl)(build)  # type: ignore[call-arg]
     create_weights(built, build)  # type: ignore[arg-type]
     return built
+
+
+def build_proposer(config: EngineConfig, files: ModelFiles, model: CausalLM) -> DeviceProposer | None:
+    """What makes drafts on the device, its weights not filled; None: nothing does. `files`: the model's, whose
+    checkpoint may have layers for drafts."""
+    speculation = config.speculation
+    if speculation is not None and speculation.method == MTP and speculation.model is None:
+        speculation = replace(speculation, model=str(files.path))
+    return make_device_proposer(speculation, model, model.build, model.build.ranks.pp_size)
+
+
+def proposer_caches(proposer: DeviceProposer | None) -> list[LayerCache]:
+    """What a proposer's own layers keep."""
+    return [] if proposer is None else proposer.caches
+
+
+def load_proposer(proposer: Any, config: EngineConfig, progress: bool) -> None:
+    """Fill a proposer's weights, if it has any."""
+    if (load := getattr(proposer, "load", None)) is not None:
+        load(config.load_format, config.seed, progress)
 
 
 def check_through_transformers(config: EngineConfig, files: ModelFiles, model: ModelConfig) -> None:

@@ -3,17 +3,19 @@ way. No copies, no synchronization."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import torch
 
-from quire.kernels.triton.batch import NEW_ROW_HEAD, NEW_ROW_INTS, apply_plan, expand_rows
+from quire.kernels.states import StateReplay
+from quire.kernels.triton.batch import NEW_ROW_HEAD, NEW_ROW_INTS, apply_plan, expand_rows, lay_out_ahead
 from quire.kernels.triton.elementwise import mask_logits
-from quire.kernels.triton.sampling import BatchColumns, commit, draw_and_commit, workspace
+from quire.kernels.triton.sampling import BatchColumns, DrawPlaces, commit, draw_and_commit, workspace
+from quire.kernels.triton.verify import RESULT_INTS, RUN_INTS, place_runs, report_drafts, verify_drafts
 from quire.layers.attention.base import AttentionInputs, GroupInputs, LastTokens
-from quire.messages.plan import NewRow, PrefixGroup, StepPlan
-from quire.worker.batch import DeviceBatch, StepInputs, as_siblings
+from quire.messages.plan import MAX_WIDTH, Drafts, NewRow, PrefixGroup, StepPlan
+from quire.worker.batch import DeviceBatch, Drawn, StepInputs, as_siblings
 from quire.worker.extras import pack_scalars
 from quire.worker.kv import KVCache
 
@@ -30,18 +32,34 @@ class StepBuffers:
     query_starts: torch.Tensor
     tokens: torch.Tensor
     picks: torch.Tensor
+    """For each place of each draw the token at which it draws…"""
     draw_rows: torch.Tensor
+    """…and its row."""
+    offsets: torch.Tensor
+    """In a step that verifies drafts: how far each place is behind the first of its draw…"""
+    place_starts: torch.Tensor
+    """…and where the places of each draw begin."""
+    following: torch.Tensor
+    """For each row after the decodes the token after its chunk, if the plan has them."""
     slot: torch.Tensor
     live_rows: torch.Tensor
     """As `rows`, with the padding row for those that have ended on the device: written when a step is laid out, if the
     model has recurrent states."""
 
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """All of them."""
+        return [getattr(self, field.name) for field in fields(self)]
+
 
 class PinnedResult:
     """The tokens a step drew, being copied into pinned memory."""
 
-    def __init__(self, values: np.ndarray, on_gpu: bool) -> None:
-        self._values = values
+    def __init__(
+        self, tokens: np.ndarray, flags: np.ndarray, on_gpu: bool, counts: np.ndarray | None = None,
+        drafts: np.ndarray | None = None,
+    ) -> None:  # fmt: skip
+        self._values = tokens, flags, counts, drafts
         self._event = torch.cuda.Event() if on_gpu else None
         if self._event is not None:
             self._event.record()
@@ -49,11 +67,16 @@ class PinnedResult:
     def ready(self) -> bool:
         return self._event is None or self._event.query()
 
-    def wait(self) -> list[np.ndarray]:
+    def wait(self) -> Drawn:
         if self._event is not None:
             self._event.synchronize()
-        tokens, flags = self._values
-        return [tokens.copy(), (flags & 1).astype(bool), (flags & 2).astype(bool)]
+        tokens, flags, counts, drafts = self._values
+        drawn = Drawn(tokens.copy(), (flags & 1).astype(bool), (flags & 2).astype(bool))
+        if counts is not None:
+            drawn = drawn._replace(counts=counts.copy())
+        if drafts is not None:
+            drawn = drawn._replace(drafts=drafts[:, :-1].copy(), num_drafts=drafts[:, -1].copy())
+        return drawn
 
 
 class CudaBatch(DeviceBatch):
@@ -72,12 +95,16 @@ class CudaBatch(DeviceBatch):
         def ints(size: int) -> torch.Tensor:
             return torch.zeros(size, dtype=torch.int32, device=device)
 
+        self.max_places = (max_rows + 1) * (MAX_WIDTH + 2)  # a row may draw at MAX_WIDTH; the rest is for padding
         self.buffers = StepBuffers(
             rows=torch.full((max_rows + 1,), self.pad_row, dtype=torch.int32, device=device),
             query_starts=ints(max_rows + 2),
             tokens=ints(max_step_tokens),
-            picks=ints(max_rows),
-            draw_rows=ints(max_rows),
+            picks=ints(self.max_places),
+            draw_rows=ints(self.max_places),
+            offsets=ints(self.max_places),
+            place_starts=ints(max_rows + 2),
+            following=ints(max_rows + 1),
             slot=ints(1),
             live_rows=torch.full((max_rows + 1,), self.pad_row, dtype=torch.int32, device=device),
         )
@@ -85,6 +112,13 @@ class CudaBatch(DeviceBatch):
         self._packed = [self._pinned(4 * max_step_tokens) for _ in range(in_flight)]
         self.results = self._pinned(in_flight, 2, max_rows)
         self._result_values = self.results.numpy()
+        self._placed_draws = DrawPlaces(ints(self.max_places), ints(self.max_places), self.buffers.offsets)
+        self._counts = torch.ones(max_rows + 1, dtype=torch.int64, device=device)
+        self._verified_results = self._pinned(in_flight, max_rows * (MAX_WIDTH + 2))
+        self._draft_results = self._pinned(in_flight, max_rows, RESULT_INTS)
+        self._runs = [self._pinned(64 * max_rows) for _ in range(in_flight)]
+        self._place_ends: np.ndarray | None = None
+        """Where the places of each of the step's draws end, if it verifies drafts."""
         self._slot = 0
         self._prompts: dict[int, int] = {}
         self._contexts: list[int] | None = None
@@ -106,10 +140,16 @@ class CudaBatch(DeviceBatch):
         added = {new.row for new in plan.add}
         drop = [row for row in plan.drop if row not in added]
         ends = np.cumsum(plan.counts, dtype=np.int32)
+        self._place_ends = np.cumsum(plan.widths, dtype=np.int32) if plan.num_drafts else None
         sections = [
             np.array(drop, np.int32), self._table_rows(plan), plan.block_indices, plan.blocks, plan.rows, _ZERO, ends,
-            plan.tokens, ends[plan.samples] - 1, plan.sample_rows,
+            plan.tokens,
         ]  # fmt: skip
+        if self._place_ends is None:
+            sections += [ends[plan.samples] - 1, plan.sample_rows]
+        else:
+            sections += [plan.picks, plan.place_rows, plan.place_offsets, _ZERO, self._place_ends]
+        sections.append(plan.following)
         if plan.add:
             sections += self._new_rows(plan.add)
         lengths = [len(section) for section in sections]
@@ -117,14 +157,37 @@ class CudaBatch(DeviceBatch):
         np.concatenate(sections, out=packed.numpy()[: sum(lengths)], casting="same_kind")
         sizes = {
             "drops": len(drop), "blocks": len(plan.blocks), "rows": len(plan.rows), "fresh": len(plan.tokens),
-            "draws": len(plan.samples), "added": len(plan.add), "padded": max(padded_rows, len(plan.rows)),
-            "slot_number": self._slot,
+            "draws": len(plan.samples) if self._place_ends is None else int(self._place_ends[-1]),
+            "added": len(plan.add), "padded": max(padded_rows, len(plan.rows)), "slot_number": self._slot,
+            "verified": 0 if self._place_ends is None else len(plan.samples), "follows": len(plan.following),
         }  # fmt: skip
         if plan.groups is not None:
             self.groups.apply(plan.groups)
         apply_plan(packed, sizes, max(*lengths, sizes["padded"]) + 1, self.buffers, self)
         self._add_token_ids(plan.add)
         self.kv.copy(plan.copies)
+        if plan.rewound:
+            rows, computed = self.upload(*zip(*plan.rewound, strict=True))
+            self.num_computed[rows] = computed
+        self._place_drafts(plan.drafts)
+
+    def _place_drafts(self, runs: list[Drafts]) -> None:
+        if not runs:
+            return
+        lengths = np.array([len(run.tokens) for run in runs], np.int32)
+        size = len(runs) * RUN_INTS + int(lengths.sum())
+        if len(self._runs[self._slot]) < size:
+            self._runs[self._slot] = self._pinned(2 * size)
+        packed = self._runs[self._slot]
+        heads = packed.numpy()[: len(runs) * RUN_INTS].reshape(-1, RUN_INTS)
+        heads[:, 0] = [run.row for run in runs]
+        heads[:, 1] = [run.start for run in runs]
+        heads[:, 2] = lengths
+        heads[:, 3] = np.cumsum(lengths) - lengths
+        packed.numpy()[heads.size : size] = [token for run in runs for token in run.tokens]
+        place_runs(packed, len(runs), int(lengths.max()), self)
+        if self.draft_probs is not None:
+            self._given_by_host(self.upload(heads[:, 0])[0])
 
     def _follow_prompts(self, plan: StepPlan) -> list[int] | None:
         """Tokens that the step's prompts have cached before it; None if the host does not know those of one of them.
@@ -151,8 +214,22 @@ class CudaBatch(DeviceBatch):
 
     def apply_nothing(self) -> None:
         """The kernel of `apply`, for a plan that holds nothing."""
-        names = ("drops", "blocks", "rows", "fresh", "draws", "added", "padded", "slot_number")
-        apply_plan(self._packed[0], dict.fromkeys(names, 0), 1, self.buffers, self)
+        apply_plan(self._packed[0], dict.fromkeys(_SIZES, 0), 1, self.buffers, self)
+
+    def verify_nothing(self) -> None:
+        """The kernels of a step that verifies drafts, for the padding row."""
+        apply_plan(self._packed[0], dict.fromkeys(_SIZES, 0) | {"verified": 1}, 1, self.buffers, self)
+        self.buffers.draw_rows.fill_(self.pad_row)
+        self.verify_draws(1)
+        rows = self.buffers.draw_rows
+        for starts in (None, self.buffers.place_starts):
+            report_drafts(rows, starts, 1, self, self._draft_results, self.buffers.slot)
+        self._runs[0][:RUN_INTS].copy_(torch.tensor([self.pad_row, 0, 0, 0]))
+        place_runs(self._runs[0], 1, 1, self)
+        lay_out_ahead(
+            rows[:1], 0, self, self._counts.clone()[:1], self._counts.clone()[None, :1], self._draft_results[0, 0],
+            self._draft_results[0, 1],
+        )  # fmt: skip
 
     def _buffer(self, size: int) -> torch.Tensor:
         if len(self._packed[self._slot]) < size:  # long cached prefixes bring long tables; rare
@@ -178,17 +255,20 @@ class CudaBatch(DeviceBatch):
         """The step as the model sees it."""
         inputs = self.empty_inputs(
             len(plan.rows), plan.num_tokens, plan.num_decodes, int(plan.counts.max()), plan.max_context,
-            self.groups.exist,
+            self.groups.exist, plan.num_drafts, int(plan.counts[: plan.num_decodes].max()) if plan.num_drafts else 1,
         )  # fmt: skip
-        for group in inputs.attention:
+        for group in inputs.attention if not plan.num_drafts else ():
             group.contexts, group.query_lens = self._contexts, plan.counts[plan.num_decodes :].tolist()
         self.expand(inputs)
         return inputs
 
     def empty_inputs(
-        self, rows: int, tokens: int, decodes: int, max_query: int, max_context: int, grouped: bool = False
-    ) -> StepInputs:
-        """Buffers for a step of this size; `grouped`: attention gets the prefix groups."""
+        self, rows: int, tokens: int, decodes: int, max_query: int, max_context: int, grouped: bool = False,
+        drafts: int = 0, width: int = 1,
+    ) -> StepInputs:  # fmt: skip
+        """Buffers for a step of this size. `grouped`: attention gets the prefix groups, unless the decodes verify
+        `drafts` drafts, each at most `width` tokens."""
+        grouped = grouped and not drafts
         # Padded lengths: Triton compiles another kernel for a pointer that is not 16-byte aligned.
         longs = torch.empty(
             2 + len(self._slot_tables()), -(-tokens // 16) * 16, dtype=torch.int64, device=self._device
@@ -200,7 +280,11 @@ class CudaBatch(DeviceBatch):
             block_tables=self._tables_of(0, self.buffers.rows, max_context),
             num_rows=rows,
             num_tokens=tokens,
-            num_decodes=decodes,
+            num_decodes=0 if drafts else decodes,
+            num_verifying=decodes if drafts else 0,
+            num_verified=decodes + drafts if drafts else 0,
+            width=width,
+            replay=StateReplay() if drafts and self._has_states else None,
             max_query_len=max_query,
             max_context_len=max_context,
             rows=self._rows_of(0)[:rows],
@@ -246,9 +330,25 @@ class CudaBatch(DeviceBatch):
         step = inputs.attention[0]
         assert inputs.slots is not None
         expand_rows(
-            self.buffers, self, step.num_rows, step.num_decodes, inputs.tokens, inputs.positions, inputs.slots,
-            step.context_lens,
+            self.buffers, self, step.num_rows, step.num_verifying or step.num_decodes, inputs.tokens, inputs.positions,
+            inputs.slots, step.context_lens, step.num_verified,
         )  # fmt: skip
+
+    def ahead(
+        self, rows: torch.Tensor, distance: int, longest: int
+    ) -> tuple[torch.Tensor, tuple[AttentionInputs, ...]]:
+        count = len(rows)
+        longs = torch.empty(
+            1 + len(self._slot_tables()), -(-count // 16) * 16, dtype=torch.int64, device=self._device
+        )[:, :count]  # fmt: skip
+        context = torch.empty(count, dtype=torch.int32, device=self._device)
+        live_rows = torch.empty(count, dtype=torch.int32, device=self._device)
+        lay_out_ahead(rows, distance, self, longs[0], longs[1:], context, live_rows)
+        groups = self._single_tokens(rows, context, longs[1], longest)
+        for number, inputs in enumerate(groups):
+            inputs.slots = longs[min(1 + number, len(longs) - 1)]
+            inputs.rows = live_rows
+        return longs[0], groups
 
     # Drawing tokens
 
@@ -258,13 +358,22 @@ class CudaBatch(DeviceBatch):
         return BatchColumns(
             last_token=self.last_token, num_tokens=self.num_tokens, prompt_len=self.prompt_len, limit=self.limit,
             active=self.active, seed=self.seed, sequence=self.sequence, scalars=self.scalars, stop_ids=self.stop_ids,
+            num_drafts=self.num_drafts if self.speculates else None,
         )  # fmt: skip
 
     def picks(self, plan: StepPlan) -> torch.Tensor:
-        return self.buffers.picks[: len(plan.samples)]
+        return self.buffers.picks[: self._num_places(len(plan.samples))]
 
     def draw_rows(self, plan: StepPlan) -> torch.Tensor:
-        return self.buffers.draw_rows[: len(plan.samples)]
+        return self.buffers.draw_rows[: self._num_places(len(plan.samples))]
+
+    def _num_places(self, draws: int) -> int:
+        """The places of the step's first `draws` draws."""
+        return draws if self._place_ends is None or not draws else int(self._place_ends[draws - 1])
+
+    def lengths(self, plan: StepPlan, part: slice, rows: torch.Tensor) -> torch.Tensor:
+        length = self.num_tokens[rows]
+        return length if self._place_ends is None else length + self.buffers.offsets[part][: len(rows)]
 
     def mask(self, logits: torch.Tensor, indices: np.ndarray, bits: np.ndarray) -> None:
         packed = self._pinned(len(indices), bits.shape[1] + 1)
@@ -273,20 +382,78 @@ class CudaBatch(DeviceBatch):
         packed = packed.to(self._device, non_blocking=True)
         mask_logits(logits, packed[:, 0].contiguous(), packed[:, 1:])
 
-    def draw(self, logits: torch.Tensor, rows: torch.Tensor, start: int, filtered: bool) -> bool:
-        results = self.results[:, :, start:]
-        draw_and_commit(logits, rows, self.columns, results, self.buffers.slot, filtered, self._workspace)
+    def draw(self, plan: StepPlan | None, logits: torch.Tensor, rows: torch.Tensor, start: int, filtered: bool) -> bool:
+        if plan is not None and plan.num_drafts:
+            self.draw_places(logits, rows, start, filtered)
+        else:
+            results = self.results[:, :, start:]
+            draw_and_commit(logits, rows, self.columns, results, self.buffers.slot, filtered, self._workspace)
         return True
+
+    def draw_places(self, logits: torch.Tensor, rows: torch.Tensor, start: int, filtered: bool = False) -> None:
+        """Draw at places of a step that verifies drafts, the first of which is `start`, and keep the tokens."""
+        most = len(self._workspace.thresholds)
+        for at in range(0, len(rows), most):
+            part = slice(at, at + most)
+            draw_and_commit(
+                logits[part], rows[part], self.columns, self.results, self.buffers.slot, filtered, self._workspace,
+                self._placed_draws.after(start + at),
+            )  # fmt: skip
 
     def commit(self, tokens: torch.Tensor, invalid: torch.Tensor, rows: torch.Tensor, start: int) -> None:
         commit(tokens, invalid, rows, self.columns, self.results[:, :, start:], self.buffers.slot)
 
-    def result(self, draws: int) -> PinnedResult:
+    def place(self, tokens: torch.Tensor, invalid: torch.Tensor, start: int) -> None:
+        part = slice(start, start + len(tokens))
+        self._placed_draws.tokens[part] = tokens.to(torch.int32)
+        self._placed_draws.invalid[part] = invalid.to(torch.int32)
+
+    def drawn_at(self, rows: torch.Tensor, start: int) -> torch.Tensor:
+        if self._place_ends is None:
+            return self.last_token[rows]
+        return self._placed_draws.tokens[start : start + len(rows)].long()
+
+    def drawn(self, plan: StepPlan) -> torch.Tensor:
+        if self._place_ends is None:
+            return self.last_token[self.draw_rows(plan).long()]
+        return self.drawn_places(len(self.draw_rows(plan)))
+
+    def drawn_places(self, places: int) -> torch.Tensor:
+        """The tokens drawn at the first `places` places of a step that verifies drafts."""
+        return self._placed_draws.tokens[:places].long()
+
+    def verify(self, plan: StepPlan) -> torch.Tensor:
+        return self.verify_draws(len(plan.samples))
+
+    def verify_draws(self, draws: int) -> torch.Tensor:
+        """`verify` of the step's first `draws` draws."""
+        buffers, counts = self.buffers, self._counts[:draws]
+        verify_drafts(
+            buffers.place_starts, buffers.draw_rows, draws, self._placed_draws, self.columns, self, counts,
+            self._verified_results, buffers.slot,
+        )  # fmt: skip
+        return counts
+
+    def result(self, draws: int, proposed: bool = False) -> PinnedResult:
         """The step's draws; the caller waits for them."""
-        return PinnedResult(self._result_values[self._slot, :, :draws], self._on_gpu)
+        drafts = None
+        if proposed and draws:
+            buffers = self.buffers
+            starts = None if self._place_ends is None else buffers.place_starts
+            report_drafts(buffers.draw_rows, starts, draws, self, self._draft_results, buffers.slot)
+            drafts = self._draft_results[self._slot, :draws].numpy()
+        if self._place_ends is None or not draws:
+            tokens, flags = self._result_values[self._slot, :, :draws]
+            return PinnedResult(tokens, flags, self._on_gpu, None, drafts)
+        values = self._verified_results[self._slot].numpy()
+        tokens, flags, counts = np.split(values, (self.max_rows * MAX_WIDTH, self.max_rows * (MAX_WIDTH + 1)))
+        places = self._num_places(draws)
+        return PinnedResult(tokens[:places], flags[:draws], self._on_gpu, counts[:draws], drafts)
 
 
 _ZERO = np.zeros(1, np.int32)
+_SIZES = ("drops", "blocks", "rows", "fresh", "draws", "added", "padded", "slot_number", "verified", "follows")
+"""Names of the sizes that `apply_plan` takes."""
 
 
 class DeviceGroups:

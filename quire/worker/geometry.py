@@ -54,6 +54,8 @@ class CacheGeometry:
     another layer, which one of this stage."""
     page_bytes: int
     """Without token ids. The largest group fills them."""
+    num_draft_layers: int = 0
+    """The last of `caches` that belong to a proposer's layers, not to the model's."""
 
     @property
     def num_block_groups(self) -> int:
@@ -91,7 +93,7 @@ class CacheGeometry:
     @property
     def identity(self) -> str:
         """Names the layout of pages if it does not follow from the shape of a plain model; empty if it does."""
-        if self.is_uniform and self.has_full_group:
+        if self.is_uniform and self.has_full_group and not self.num_draft_layers:
             return ""
         layout = (self.groups, self.layer_groups, self.caches, self.places, self.page_bytes)
         return hashlib.sha256(repr(layout).encode()).hexdigest()[:32]
@@ -111,24 +113,61 @@ def plain_geometry(spec: KVSpec, block_size: int, format: KVFormat) -> CacheGeom
     )  # fmt: skip
 
 
-def model_geometry(model: Any, block_size: int, format: KVFormat | None = None) -> CacheGeometry:
+def model_geometry(
+    model: Any, block_size: int, format: KVFormat | None = None, drafts: Sequence[LayerCache] = ()
+) -> CacheGeometry:
     """The geometry of a model (`models/base.py`), which says what its layers keep in `caches`, or in `kv_shape` if all
     keep the same.
 
     `caches` has an entry for each layer of the whole model that keeps something. Which of them are this pipeline
     stage's: as many as `Ranks.layers` says, or `cache_stages` (a range for each stage) if the model has that. `format`:
-    if not the model's own, for one that has only `kv_shape`.
+    if not the model's own, for one that has only `kv_shape`. `drafts`: what the layers of a proposer keep, as long as
+    layers of the model without a window do.
     """
     caches: Sequence[LayerCache] | None = getattr(model, "caches", None)
-    if caches is None:
+    if caches is None and not drafts:
         return plain_geometry(model.kv_shape, block_size, format or model.build.kv_format)
+    if caches is None:
+        spec = model.kv_shape
+        caches = [AttentionCache(spec.num_kv_heads, spec.head_dim, format or model.build.kv_format)] * spec.num_layers
     ranks, longest = model.build.ranks, model.build.max_model_len
     # A window that no sequence outgrows keeps every token.
     caches = [_kept_whole(cache) if _window(cache) >= longest else cache for cache in caches]
     stages: Sequence[range] | None = getattr(model, "cache_stages", None)
     if stages is None:
         stages = [replace(ranks, pp_rank=stage).layers(len(caches)) for stage in range(ranks.pp_size)]
+    if drafts:
+        caches = [*caches, *_joining(caches, drafts, ranks.pp_size)]
+        return replace(make_geometry(caches, block_size), num_draft_layers=len(drafts))
     return make_geometry(caches, block_size, stages, ranks.pp_rank)
+
+
+def _joining(caches: Sequence[LayerCache], drafts: Sequence[LayerCache], stages: int) -> list[LayerCache]:
+    """The caches of a proposer's layers as they join those of a model."""
+    if stages > 1:
+        raise ConfigError(
+            "a draft with layers of its own needs all layers of the model on one pipeline stage: use tensor "
+            "parallelism, or a draft without layers (ngram, suffix)",
+            "pipeline_parallel_size",
+            stages,
+        )
+    if not any(_kind(cache) == ("full", 0) for cache in caches if not isinstance(cache, SharedCache)):
+        raise ConfigError(
+            "a draft with layers of its own needs a model with layers that keep every token, whose blocks it shares; "
+            "this one has none: use a draft without layers (ngram, suffix)",
+            "speculative_config",
+        )
+    joined: list[LayerCache] = []
+    for cache in drafts:
+        if isinstance(cache, StateCache):
+            raise ConfigError(
+                "a draft with recurrent layers is not implemented: its states could not follow the drafts that are "
+                "accepted; use one with attention in every layer",
+                "speculative_config",
+            )
+        is_shared = isinstance(cache, SharedCache)
+        joined.append(SharedCache(len(caches) + cache.layer) if is_shared else _kept_whole(cache))  # type: ignore[union-attr]
+    return joined
 
 
 def _window(cache: LayerCache) -> int:
@@ -140,9 +179,11 @@ def _kept_whole(cache: LayerCache) -> LayerCache:
     return replace(cache, window=None) if isinstance(cache, AttentionCache) else cache
 
 
-def assign_groups(model: nn.Module, geometry: CacheGeometry) -> None:
-    """Tell each layer that reads a cache its group."""
+def assign_groups(model: nn.Module, geometry: CacheGeometry, proposer: Any = None) -> None:
+    """Tell each layer that reads a cache its group; `proposer`: with layers of its own, or not."""
     modules = cache_layers(model)
+    if geometry.num_draft_layers:
+        modules += cache_layers(proposer)
     if len(geometry.groups) == 1:
         return
     if len(modules) != len(geometry.layer_groups):

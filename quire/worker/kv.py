@@ -54,6 +54,8 @@ class KVCache:
         self.layers: list[Any] = []
         """What each layer sees: [blocks, 2, kv_heads, block_size, head_dim] of attention (`LayerKV`), [blocks,
         block_size, width] of latent attention, a `StateView` of a recurrent layer."""
+        self.proposer_layers: list[Any] = []
+        """The same for the layers of a proposer on the device."""
         pages = self.data.flatten(1).view(torch.uint8)
         # Copies by index move an element at a time: large ones.
         self._words = pages if pages.shape[1] % 8 else pages.view(torch.int64)
@@ -67,6 +69,8 @@ class KVCache:
                 self.layers.append(replace(view, mixed=mixed) if isinstance(view, QuantizedKV) else view)
             else:
                 self.layers.append(self.layers[place])
+        own = len(self.layers) - geometry.num_draft_layers
+        self.layers, self.proposer_layers = self.layers[:own], self.layers[own:]
         self.has_tokens = geometry.has_full_group
         self.tokens = memory.zeros((num_blocks if self.has_tokens else 0, self.block_size), torch.int32)
 

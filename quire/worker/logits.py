@@ -38,11 +38,13 @@ def load_processors(paths: Sequence[str | type]) -> list[LogitsProcessor]:
     return [(resolve("logits processor", path, {}) if isinstance(path, str) else path)() for path in paths]
 
 
-def apply_penalties(batch: DeviceBatch, logits: torch.Tensor, rows: torch.Tensor, longest: int) -> torch.Tensor:
-    """Repetition over prompt and output; presence and frequency over the output alone."""
+def apply_penalties(
+    batch: DeviceBatch, logits: torch.Tensor, rows: torch.Tensor, lengths: torch.Tensor, longest: int
+) -> torch.Tensor:
+    """Repetition over prompt and output; presence and frequency over the output alone. `lengths`: tokens that count."""
     tokens = batch.row_tokens(rows, longest).clamp_(0, logits.shape[-1] - 1)
     position = torch.arange(tokens.shape[1], device=tokens.device)
-    exists = position < batch.num_tokens[rows, None]
+    exists = position < lengths[:, None]
     is_output = exists & (position >= batch.prompt_len[rows, None])
     seen = torch.zeros_like(logits).scatter_add_(1, tokens, exists.to(logits.dtype)) > 0
     count = torch.zeros_like(logits).scatter_add_(1, tokens, is_output.to(logits.dtype))
@@ -57,19 +59,22 @@ def apply_lists(
     batch: DeviceBatch,
     logits: torch.Tensor,
     rows: torch.Tensor,
+    lengths: torch.Tensor,
     host_rows: np.ndarray,
     longest: int,
     processors: Sequence[LogitsProcessor],
 ) -> None:
-    """In place: lists of all rows at once, and processors row by row."""
+    """In place: lists of all rows at once, and processors row by row. `lengths`: tokens before each draw."""
     places = np.flatnonzero(batch.kinds[host_rows] & RowKind.LISTED)
     listed = [(i, batch.extras[row]) for i, row in zip(places.tolist(), host_rows[places].tolist(), strict=True)]
     _keep_allowed(batch, logits, [(i, extras) for i, extras in listed if extras.params.allowed_token_ids])
-    _hold_stops_back(batch, logits, rows, [(i, extras) for i, extras in listed if len(extras.stop_ids)])
+    _hold_stops_back(
+        batch, logits, lengths - batch.prompt_len[rows], [(i, extras) for i, extras in listed if len(extras.stop_ids)]
+    )
     _add_biases(batch, logits, [(i, extras) for i, extras in listed if extras.params.logit_bias])
-    _ban_bad_words(batch, logits, rows, [(i, extras) for i, extras in listed if len(extras.bad_lasts)])
+    _ban_bad_words(batch, logits, rows, lengths, [(i, extras) for i, extras in listed if len(extras.bad_lasts)])
     if processors:
-        _apply_processors(batch, logits, rows, listed, longest, processors)
+        _apply_processors(batch, logits, rows, lengths, listed, longest, processors)
 
 
 Lists = list[tuple[int, np.ndarray]]
@@ -101,16 +106,16 @@ def _pairs_on_device(
 
 
 def _hold_stops_back(
-    batch: DeviceBatch, logits: torch.Tensor, rows: torch.Tensor, listed: list[tuple[int, RowExtras]]
+    batch: DeviceBatch, logits: torch.Tensor, outputs: torch.Tensor, listed: list[tuple[int, RowExtras]]
 ) -> None:
-    """Ban stop ids before `min_tokens`."""
+    """Ban stop ids before `min_tokens`. `outputs`: output tokens before each draw."""
     if listed:
         least = [extras.params.min_tokens for _, extras in listed]
         counts = [len(extras.stop_ids) for _, extras in listed]
         where, ids, limits = batch.upload(
             *_pairs([(i, extras.stop_ids) for i, extras in listed]), np.repeat(least, counts)
         )
-        too_early = (batch.num_tokens[rows] - batch.prompt_len[rows])[where] < limits
+        too_early = outputs[where] < limits
         logits[where, ids] = torch.where(too_early, NEGATIVE_INFINITY, logits[where, ids])
 
 
@@ -121,7 +126,11 @@ def _add_biases(batch: DeviceBatch, logits: torch.Tensor, listed: list[tuple[int
 
 
 def _ban_bad_words(
-    batch: DeviceBatch, logits: torch.Tensor, rows: torch.Tensor, listed: list[tuple[int, RowExtras]]
+    batch: DeviceBatch,
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    lengths: torch.Tensor,
+    listed: list[tuple[int, RowExtras]],
 ) -> None:
     """Ban the last token of a bad word if the output ends in the tokens before it."""
     if not listed:
@@ -136,7 +145,7 @@ def _ban_bad_words(
         distances,
         np.concatenate([extras.bad_begun for _, extras in listed]),
     )
-    lengths, owners = batch.num_tokens[rows], where[word]
+    owners = where[word]
     differs = (batch.tokens_at(rows[owners], lengths[owners] - back) != begun).long()
     is_safe = torch.zeros_like(least).index_add_(0, word, differs) > 0
     is_safe |= (lengths - batch.prompt_len[rows])[where] < least
@@ -149,6 +158,7 @@ def _apply_processors(
     batch: DeviceBatch,
     logits: torch.Tensor,
     rows: torch.Tensor,
+    lengths: torch.Tensor,
     listed: list[tuple[int, RowExtras]],
     longest: int,
     processors: Sequence[LogitsProcessor],
@@ -161,8 +171,8 @@ def _apply_processors(
     if not wanted:
         return
     (where,) = batch.upload([i for i, _, _ in wanted])
-    tokens, lengths = batch.row_tokens(rows[where], longest), batch.num_tokens[rows[where]].tolist()
-    for (i, extras, chosen), own, length in zip(wanted, tokens, lengths, strict=True):
+    tokens, counts = batch.row_tokens(rows[where], longest), lengths[where].tolist()
+    for (i, extras, chosen), own, length in zip(wanted, tokens, counts, strict=True):
         prompt, output = own[: extras.prompt_len], own[extras.prompt_len : length]
         for processor in chosen:
             logits[i] = processor.apply(logits[i], prompt, output, extras.params)

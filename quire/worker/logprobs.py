@@ -46,12 +46,12 @@ def sampled_logprobs(
 ) -> list[tuple[list[int], PendingLogprobs]]:
     """Logprobs of the tokens these rows drew, from logits no parameter has changed, for the rows that request them.
 
-    Returns (draws, their logprobs) pairs; `start` is the first row's place among the step's draws.
+    Returns (places, their logprobs) pairs; `start` is the first of these places among all of the step.
     """
     counts = np.full(len(host_rows), _NOT_REQUESTED)
     for index in np.flatnonzero(batch.kinds[host_rows] & RowKind.LOGPROBS).tolist():
         counts[index] = batch.extras[int(host_rows[index])].params.logprobs or 0
-    tokens = batch.last_token[rows.long()]
+    tokens = batch.drawn_at(rows.long(), start)
     found = []
     for count in np.unique(counts[counts != _NOT_REQUESTED]).tolist():
         wanted = np.flatnonzero(counts == count)

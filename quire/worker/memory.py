@@ -12,16 +12,21 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from quire.config import EngineConfig
 from quire.errors import CacheTooSmallError, ModelTooLargeError
 from quire.kernels.kv import KVFormat
 from quire.layers.build_context import quantized_weights
+from quire.layers.caches import StateCache
 from quire.layers.moe import active_parameters, parameter_count, widest_mixture
 from quire.loading.model_config import ModelConfig
 from quire.messages.caches import FULL, CacheGroup
+from quire.messages.memory_use import MemoryUse
 from quire.models.base import CausalLM
 from quire.platforms.base import Platform
+from quire.platforms.cpu import CpuPlatform
+from quire.speculative.device import DeviceProposer
 from quire.worker.geometry import model_geometry
 from quire.worker.logprobs import LOGIT_ROWS
 
@@ -66,6 +71,12 @@ class MemoryPlan:
         """Bytes that are left."""
         taken = self.before + self.weights + self.loaded + self.activations + self.reserve + self.cache
         return self.total - taken
+
+    @property
+    def room(self) -> int:
+        """Bytes of a GPU for steps, graphs and workspaces, and what stays free; 0 on a CPU, whose cache takes memory
+        only as it is used."""
+        return 0 if self.share is None else self.total - self.before - self.weights - self.loaded - self.cache
 
     def blocks_for(self, tokens: int) -> int:
         """Blocks that a request of this many tokens takes."""
@@ -151,14 +162,18 @@ class MemoryNeeds:
         max_model_len: int,
         max_rows: int,
         max_tokens: int | None = None,
+        proposer: DeviceProposer | None = None,
     ) -> MemoryNeeds:
-        """Weights are counted on the model, which may be on the meta device; activations are estimated."""
+        """Weights are counted on the model, and on the layers of `proposer`, both of which may be on the meta device;
+        activations are estimated."""
         weights = list(model.parameters())  # type: ignore[attr-defined]
         dtype = weights[0].dtype
         tokens = max_tokens or max(config.max_num_batched_tokens or 0, 8192)
         widest = max(4 * max(shape.intermediate_size, shape.hidden_size), widest_mixture(model))  # type: ignore[arg-type]
         widest *= tokens * dtype.itemsize
-        geometry = model_geometry(model, config.block_size)
+        geometry = model_geometry(model, config.block_size, drafts=[] if proposer is None else proposer.caches)
+        if isinstance(proposer, nn.Module):
+            weights += [*proposer.parameters(), *quantized_weights(proposer)]
         return cls(
             dtype=dtype,
             parameters=parameter_count(model),  # type: ignore[arg-type]
@@ -172,6 +187,7 @@ class MemoryNeeds:
             most_blocks=geometry.most_blocks(max_rows, max_model_len),
             step_tokens=tokens,
             step_rows=max_rows,
+            reserve_bytes=RESERVE_BYTES + replay_bytes(model, config, max_rows),
         )
 
     def measured(self, activation_bytes: int) -> MemoryNeeds:
@@ -263,6 +279,15 @@ class MemoryNeeds:
         )
 
 
+def replay_bytes(model: CausalLM, config: EngineConfig, max_rows: int) -> int:
+    """Bytes that recurrent layers keep of a step whose rows all verify as many drafts as they can."""
+    if config.speculation is None:
+        return 0
+    caches = getattr(model, "caches", None) or ()
+    of_token = sum(cache.replay_bytes for cache in caches if isinstance(cache, StateCache))
+    return max_rows * (1 + config.speculation.most_drafts) * of_token
+
+
 def logit_bytes(shape: ModelConfig, max_rows: int) -> int:
     """Bytes the sampler takes for the rows of logits it handles at once."""
     return LOGIT_COPIES * 4 * shape.vocab_size * min(LOGIT_ROWS, max_rows)
@@ -292,6 +317,17 @@ def profile_activations(run_step: Callable[[], None], device: torch.device) -> i
     held = torch.cuda.max_memory_reserved(device) - reserved  # more than the peak if tensors leave gaps
     torch.cuda.empty_cache()
     return max(peak, held)
+
+
+def measure_memory() -> MemoryUse:
+    """Bytes in use now: of the GPU if this process uses one, and of the machine."""
+    host = CpuPlatform()
+    free, total = host.free_memory(), host.usable_memory()
+    if not torch.cuda.is_initialized():
+        return MemoryUse(free, total, free, total)
+    device_free, device_total = torch.cuda.mem_get_info()
+    cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    return MemoryUse(device_free + cached, device_total, free, total)
 
 
 def gib(size: float) -> str:

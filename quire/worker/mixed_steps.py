@@ -34,6 +34,8 @@ class MixedShape:
     """Attention has other tiles for long contexts."""
     grouped: bool
     """Whether attention reads the blocks of prefix groups once for all their rows."""
+    proposals: int = 0
+    """Drafts that the proposer on the device makes for each row that draws."""
 
     @property
     def rows(self) -> int:
@@ -86,4 +88,12 @@ def pad_plan(plan: StepPlan, shape: MixedShape, pad_row: int) -> StepPlan:
         tokens=np.concatenate([plan.tokens, zeros[:pad_tokens]]),
         samples=np.concatenate([samples, np.full(unread, shape.rows - 1, np.int32)]),
         sample_rows=np.concatenate([plan.sample_rows, pads[:unread]]),
+        following=_pad_following(plan, shape) if shape.proposals else plan.following[:0],
     )
+
+
+def _pad_following(plan: StepPlan, shape: MixedShape) -> np.ndarray:
+    """For each row after the decodes the token after its chunk, -1 where the plan names none."""
+    padded = np.full(shape.rows - shape.decodes, -1, np.int32)
+    padded[: len(plan.following)] = plan.following
+    return padded

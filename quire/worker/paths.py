@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
@@ -14,24 +15,42 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from quire.kernels.base import Ops
-from quire.layers.attention.base import AttentionInputs
-from quire.messages.plan import StepPlan
+from quire.layers.attention.base import AttentionInputs, FeatureRequest
+from quire.messages.plan import MAX_WIDTH, StepPlan
 from quire.models.base import CausalLM
+from quire.speculative.device import DeviceProposer, ProposalStep
 from quire.worker.batch import DeviceBatch, StepInputs, as_siblings
 from quire.worker.extras import RowKind
 
+logger = logging.getLogger(__name__)
+
 TAPE_ROWS = 32
 """The largest decode that is recorded on a CPU: with more rows a step is long enough for Python to keep up."""
+
+
+TAPES = 256
+"""Most recorded passes; decodes that verify drafts have many shapes."""
+
+
+class TapeShape(NamedTuple):
+    """The key of a recorded decode."""
+
+    rows: int
+    tokens: int
+    width: int
+    """Most query tokens of a row."""
+    threads: int
+    """A recorded call has its number of threads in it."""
 
 
 class DecodeShape(NamedTuple):
     """The key of a captured decode."""
 
     rows: int
-    width: int
-    """Query tokens per row."""
     grouped: bool
     """Whether attention reads the blocks of prefix groups once for all their rows."""
+    proposals: int = 0
+    """Drafts that the proposer on the device makes for each row."""
 
 
 @dataclass
@@ -65,10 +84,13 @@ class StepPath(Protocol):
 class EagerPath:
     """Launches the step kernel by kernel. Takes every plan."""
 
-    def __init__(self, model: CausalLM, batch: DeviceBatch, is_last_stage: bool) -> None:
+    def __init__(
+        self, model: CausalLM, batch: DeviceBatch, is_last_stage: bool, proposer: DeviceProposer | None = None
+    ) -> None:
         self._model = model
         self._batch = batch
         self._is_last_stage = is_last_stage
+        self._proposer = proposer
 
     def fit(self, plan: StepPlan) -> int:
         return len(plan.rows)
@@ -82,6 +104,8 @@ class EagerPath:
         last_only = self._is_last_only(plan)
         if last_only:
             inputs.attention[0].last = self._batch.last_tokens(plan, inputs)
+        if plan.proposals:
+            request_features(inputs, self._proposer)
         return PathOutput(forward(self._model, self._batch, inputs), last_only, inputs)
 
     def _is_last_only(self, plan: StepPlan) -> bool:
@@ -90,6 +114,8 @@ class EagerPath:
             self._is_last_stage
             and self._model.supports_last_tokens
             and plan.num_tokens > len(plan.rows)
+            and not plan.num_drafts
+            and not (plan.proposals and self._proposer is not None and self._proposer.needs_hidden)
             and not plan.forks
             and not (self._batch.kinds[plan.rows] & (RowKind.PROMPT_LOGPROBS | RowKind.MEAN)).any()
         )
@@ -110,6 +136,7 @@ class RecordedPass:
         for own, given in zip(self.inputs.attention, step.attention, strict=True):
             own.slots.copy_(given.slots)
             own.context_lens.copy_(given.context_lens)
+            own.query_starts.copy_(given.query_starts)
             own.block_tables[:, : given.block_tables.shape[1]].copy_(given.block_tables)
         self.replay()
         return self.hidden
@@ -121,43 +148,49 @@ class TapeDecodePath:
     A small decode is bound by the host: hundreds of short kernels, each called from Python. Its shape depends only on
     the number of rows, so the forward pass is recorded once over fixed buffers, and later steps fill the buffers and
     replay it. Inputs and sampling run as in an eager step.
+
+    Decodes that verify drafts are recorded by rows and tokens: which row has how many tokens is in a buffer.
     """
 
-    def __init__(self, model: CausalLM, batch: DeviceBatch, ops: Ops, width: int = 1) -> None:
-        """`width`: query tokens per row."""
-        require_single_query(width)
+    def __init__(self, model: CausalLM, batch: DeviceBatch, ops: Ops, proposer: DeviceProposer | None = None) -> None:
         self._model = model
         self._batch = batch
         self._ops = ops
-        self._width = width
+        self._proposer = proposer
         self._enabled = True
-        self._passes: dict[tuple[DecodeShape, int], RecordedPass] = {}
+        self._passes: dict[TapeShape, RecordedPass] = {}
 
-    def fit(self, plan: StepPlan) -> DecodeShape | None:
+    def fit(self, plan: StepPlan) -> TapeShape | None:
         rows = len(plan.rows)
-        if not self._enabled or rows > TAPE_ROWS or plan.num_decodes < rows:
+        if not self._enabled or plan.num_tokens > TAPE_ROWS or plan.num_decodes < rows:
             return None
-        return DecodeShape(rows, self._width, grouped=False)
+        width = int(plan.counts.max()) if plan.num_drafts else 1
+        shape = TapeShape(rows, plan.num_tokens, width, torch.get_num_threads())
+        return shape if shape in self._passes or len(self._passes) < TAPES else None
 
-    def pad(self, plan: StepPlan, shape: DecodeShape) -> tuple[StepPlan, int]:
+    def pad(self, plan: StepPlan, shape: TapeShape) -> tuple[StepPlan, int]:
         return plan, 0
 
-    def run(self, plan: StepPlan, shape: DecodeShape) -> PathOutput:
+    def run(self, plan: StepPlan, shape: TapeShape) -> PathOutput:
         inputs = self._batch.inputs(plan)
         self._batch.fork(plan.forks)
-        key = (shape, torch.get_num_threads())  # a recorded call has its number of threads in it
-        recorded = self._passes.get(key)
-        return PathOutput(self._record(key, inputs) if recorded is None else recorded.run(inputs))
+        recorded = self._passes.get(shape)
+        hidden = self._record(shape, inputs) if recorded is None else recorded.run(inputs)
+        if recorded is not None:
+            inputs.features = recorded.inputs.features
+        return PathOutput(hidden, inputs=inputs)
 
-    def _record(self, key: tuple[DecodeShape, int], step: StepInputs) -> torch.Tensor:
+    def _record(self, shape: TapeShape, step: StepInputs) -> torch.Tensor:
         # Hidden states of the previous pipeline stage always arrive in the same buffer.
         groups = as_siblings([self._own_inputs(group, given) for group, given in enumerate(step.attention)])
         inputs = StepInputs(step.tokens.clone(), step.positions.clone(), groups, step.hidden)
+        request_features(inputs, self._proposer)
         hidden, replay = self._ops.capture(functools.partial(forward, self._model, self._batch, inputs))
         if replay is None:
             self._enabled = False  # this model, or this device, cannot be recorded
         else:
-            self._passes[key] = RecordedPass(inputs, hidden, replay)
+            self._passes[shape] = RecordedPass(inputs, hidden, replay)
+        step.features = inputs.features
         return hidden
 
     def _own_inputs(self, group: int, given: AttentionInputs) -> AttentionInputs:
@@ -178,10 +211,30 @@ class TapeDecodePath:
 
 def forward(model: CausalLM, batch: DeviceBatch, step: StepInputs) -> torch.Tensor:
     """Hidden states of a step's tokens."""
-    return model.forward(step.tokens, step.positions, batch.kv.layers, step.attention[0], step.hidden)
+    inputs = step.attention[0]
+    hidden = model.forward(step.tokens, step.positions, batch.kv.layers, inputs, step.hidden)
+    if inputs.features is not None:
+        step.features = inputs.features.joined
+    return hidden
 
 
-def require_single_query(width: int) -> None:
-    """Refuse captured decodes of several query tokens per row."""
-    if width != 1:
-        raise NotImplementedError(f"captured decodes have 1 query token per row, got width {width}")
+def request_features(inputs: StepInputs, proposer: DeviceProposer | None) -> None:
+    """Ask the model for what the proposer reads of its forward pass."""
+    if proposer is not None and proposer.feature_layers:
+        inputs.attention[0].features = FeatureRequest(proposer.feature_layers)
+
+
+def propose(proposer: DeviceProposer, step: ProposalStep) -> None:
+    """Let the proposer make drafts. Once it has raised there are none, and requests go on without."""
+    batch = step.batch
+    if batch.proposer_error is None:
+        try:
+            proposer.propose(step)
+        except Exception as error:
+            logger.exception("%s failed, and makes no more drafts: requests go on without", type(proposer).__name__)
+            batch.proposer_error = error
+    if batch.proposer_error is not None:
+        batch.num_drafts.index_fill_(0, step.rows, 0)
+    elif batch.checks_drafts:
+        batch.drafts.clamp_(0, batch.vocab_size - 1)
+        batch.num_drafts.clamp_(0, MAX_WIDTH - 1)

@@ -10,14 +10,15 @@ import numpy as np
 import torch
 
 from quire.distributed.pipeline import Pipeline
-from quire.messages.plan import PromptLogprobs, StepMasks, StepPlan, StepResult
+from quire.messages.plan import MAX_WIDTH, PromptLogprobs, StepMasks, StepPlan, StepResult, TokenLogprobs
 from quire.models.base import CausalLM
-from quire.worker.batch import DeviceBatch, StepDraws
+from quire.speculative.device import DeviceProposer, ProposalStep
+from quire.worker.batch import DeviceBatch, Drawn, StepDraws, StepInputs
 from quire.worker.extras import RowKind
 from quire.worker.logits import LogitsProcessor
 from quire.worker.logprobs import LOGIT_ROWS, PendingLogprobs, prompt_logprobs, sampled_logprobs
 from quire.worker.moves import Mover
-from quire.worker.paths import StepPath
+from quire.worker.paths import StepPath, propose
 from quire.worker.pooling import PendingVectors, pool
 from quire.worker.sampler import Sampler
 
@@ -35,8 +36,10 @@ class PendingStep:
         self.hidden: torch.Tensor | None = None
         """…and the hidden states it then samples from; `last_only`: one row per draw, not one per token."""
         self.last_only = False
+        self.inputs: StepInputs | None = None
+        """Inputs of a step whose drafts are verified, or that proposes some, outside of a captured graph."""
         self.logprobs: list[tuple[list[int], PendingLogprobs]] = []
-        """(draws, their logprobs) of the draws that request them."""
+        """(places, their logprobs) of the draws that request them."""
         self.prompt_logprobs: dict[int, tuple[int, PendingLogprobs]] = {}
         """By index into the plan's rows: the first prompt token's position, and the logprobs."""
         self.vectors: PendingVectors | None = None
@@ -56,24 +59,45 @@ class PendingStep:
         if not len(self.plan.rows):
             while not self.ready():
                 time.sleep(MOVE_POLL_SECONDS)
-        tokens, stopped, invalid = self.draws.wait()
+        drawn = self.draws.wait()
+        tokens, counts, logprobs = drawn.tokens, drawn.counts, self._take_logprobs()
+        if counts is None:
+            counts = np.ones(len(tokens), np.int32)
+        else:
+            is_yielded = self.plan.place_offsets < np.repeat(counts, self.plan.widths)
+            index = (np.cumsum(is_yielded) - 1).tolist()
+            tokens = tokens[is_yielded]
+            logprobs = {index[place]: entry for place, entry in logprobs.items() if is_yielded[place]}
         return StepResult(
             step=self.plan.step,
             tokens=tokens.astype(np.int32),
-            counts=np.ones(len(tokens), np.int32),
-            stopped=stopped,
-            invalid=invalid,
-            logprobs={
-                draw: entry
-                for draws, pending in self.logprobs
-                for draw, entry in zip(draws, pending.take(), strict=True)
-            },
+            counts=counts.astype(np.int32),
+            stopped=drawn.stopped,
+            invalid=drawn.invalid,
+            logprobs=logprobs,
             prompt_logprobs={
                 index: PromptLogprobs(start, pending.take()) for index, (start, pending) in self.prompt_logprobs.items()
             },
             vectors={} if self.vectors is None else self.vectors.take(),
+            drafts=_lists(drawn),
             moves_done=[] if self.mover is None else self.mover.take_done(),
         )
+
+    def _take_logprobs(self) -> dict[int, TokenLogprobs]:
+        """By place."""
+        return {
+            place: entry
+            for places, pending in self.logprobs
+            for place, entry in zip(places, pending.take(), strict=True)
+        }
+
+
+def _lists(drawn: Drawn) -> list[list[int]]:
+    """The drafts that were proposed, a list for each draw."""
+    if drawn.drafts is None or drawn.num_drafts is None:
+        return []
+    counts = drawn.num_drafts.tolist()
+    return [row[:count] for row, count in zip(drawn.drafts.tolist(), counts, strict=True)]
 
 
 class Runner:
@@ -86,10 +110,12 @@ class Runner:
         paths: Sequence[StepPath],
         processors: Sequence[LogitsProcessor] = (),
         pipeline: Pipeline | None = None,
+        proposer: DeviceProposer | None = None,
     ) -> None:
         """`paths`: in order of preference, the last of which takes every plan. `pipeline`: the links to the previous
-        and next pipeline stage, if there are several."""
+        and next pipeline stage, if there are several. `proposer`: makes drafts on the device."""
         self._pipeline = pipeline
+        self._proposer = proposer
         self._model = model
         self.paths = paths
         self.batch = self._batch = batch
@@ -119,7 +145,6 @@ class Runner:
         except BaseException:
             self._batch.is_broken = True
             raise
-        step.hidden = None
 
     @torch.inference_mode()
     def _launch(self, plan: StepPlan) -> PendingStep:
@@ -134,17 +159,21 @@ class Runner:
             self._pipeline.begin(padded.num_tokens)
         step = self._start(plan, padded, rows)
         output = path.run(plan, shape)
-        self._batch.kv.copy(plan.snapshots)
+        if not plan.num_drafts:
+            self._batch.kv.copy(plan.snapshots)
         if self._pipeline is not None and not self._pipeline.is_last:
             assert output.hidden is not None
             self._pipeline.send(output.hidden[: padded.num_tokens])
             step.draws = self._batch.result(0)
             return step
         if output.hidden is None:
-            step.draws = self._batch.result(len(plan.samples))
+            if plan.num_drafts:
+                self._batch.kv.copy(plan.snapshots)
+            step.draws = self._batch.result(len(plan.samples), proposed=plan.proposals > 0)
             return step
         step.last_only = output.last_only
-        if output.inputs is not None:
+        step.inputs = output.inputs
+        if output.inputs is not None and plan.num_decodes < len(plan.rows):
             step.prompt_logprobs = prompt_logprobs(plan, self._batch, output.inputs, output.hidden, self._model.logits)
             step.vectors = pool(plan, self._batch, output.hidden, output.last_only)
         if (self._batch.kinds[plan.sample_rows] & RowKind.STRUCTURED).any():
@@ -187,9 +216,57 @@ class Runner:
             self.mover.start(plan.step, plan.moves)
 
     def _finish(self, step: PendingStep, hidden: torch.Tensor, masks: StepMasks | None = None) -> None:
-        """Sample, and start the copy of the tokens."""
-        step.logprobs = self._sample(step.plan, hidden, step.last_only, masks)
-        step.draws = self._batch.result(len(step.plan.samples))
+        """Sample, verify drafts and propose new ones, and start the copy of the tokens."""
+        plan = step.plan
+        step.logprobs = self._sample(plan, hidden, step.last_only, masks)
+        counts = None
+        if plan.num_drafts:
+            counts = self._batch.verify(plan)
+            self._update_states(step, counts[: plan.num_decodes])
+        if plan.proposals and self._proposer is not None and step.inputs is not None:
+            self._propose(step.inputs, plan, None if step.last_only else hidden, counts)
+        step.draws = self._batch.result(len(plan.samples), proposed=plan.proposals > 0)
+        step.hidden = step.inputs = None
+
+    def _update_states(self, step: PendingStep, counts: torch.Tensor) -> None:
+        """Repeat the updates of recurrent states by the tokens that count, and take snapshots of the outcome."""
+        replay = None if step.inputs is None else step.inputs.attention[0].replay
+        if replay is not None:
+            replay.commit(counts.to(torch.int32))
+        self._batch.kv.copy(step.plan.snapshots)
+
+    def _propose(
+        self, inputs: StepInputs, plan: StepPlan, hidden: torch.Tensor | None, counts: torch.Tensor | None
+    ) -> None:
+        """Let the proposer make drafts. `counts`: tokens each draw yielded, None: one each."""
+        assert self._proposer is not None
+        batch, picks = self._batch, self._batch.picks(plan)
+        following = inputs.tokens.roll(-1)
+        following[picks] = batch.drawn(plan)
+        if len(plan.following):
+            ends = np.cumsum(plan.counts)[plan.num_decodes :] - 1
+            is_given = plan.following >= 0
+            places, tokens = batch.upload(ends[is_given], plan.following[is_given])
+            following[places] = tokens
+        rows, first = batch.upload(plan.sample_rows, np.cumsum(plan.widths) - plan.widths)
+        ends_of = picks[first] if counts is None else picks[first] + counts - 1
+        propose(
+            self._proposer,
+            ProposalStep(
+                tokens=inputs.tokens,
+                positions=inputs.positions,
+                following=following,
+                attention=inputs.attention,
+                hidden=hidden,
+                features=inputs.features,
+                rows=rows,
+                ends=ends_of,
+                count=plan.proposals,
+                batch=batch,
+                kv=batch.kv.proposer_layers,
+                lay_out=lambda distance: batch.ahead(rows, distance, plan.max_context + MAX_WIDTH),
+            ),
+        )
 
     def _sample(
         self, plan: StepPlan, hidden: torch.Tensor, last_only: bool, masks: StepMasks | None
@@ -197,32 +274,46 @@ class Runner:
         """Logits only where a token is drawn, in slices. `last_only`: `hidden` has one row per draw."""
         logprobs: list[tuple[list[int], PendingLogprobs]] = []
         picks, rows = self._batch.picks(plan), self._batch.draw_rows(plan)
-        for start in range(0, len(plan.samples), LOGIT_ROWS):
+        place_rows, host_picks = plan.place_rows, plan.picks
+        for start in range(0, len(place_rows), LOGIT_ROWS):
             part = slice(start, start + LOGIT_ROWS)
-            host_rows = plan.sample_rows[part]
+            host_rows = place_rows[part]
             kinds = self._batch.kinds[host_rows]
             if (kinds & RowKind.POOLED).all():
                 nothing = torch.zeros_like(rows[part], dtype=torch.int64)
-                self._batch.commit(nothing, nothing.bool(), rows[part].long(), start)
+                self._keep(plan, nothing, nothing.bool(), rows[part], start)
                 continue
             if last_only:
                 logits = self._model.logits(hidden[part])
             else:
-                logits = self._logits(plan.samples[part], hidden, picks[part])
+                logits = self._logits(host_picks[part], hidden, picks[part])
             special = bool((kinds & RowKind.SPECIAL).any())
             reported = bool((kinds & RowKind.LOGPROBS).any())
             raw = logits.clone() if reported and (special or masks is not None) else logits
             self._mask(logits, masks, start)
             if special:
                 logits = logits.float()
-                self._sampler.adjust(logits, rows[part].long(), host_rows, plan.max_context)
+                owners = rows[part].long()
+                lengths = self._batch.lengths(plan, part, owners)
+                self._sampler.adjust(logits, owners, lengths, host_rows, plan.max_context)
             filtered = bool((kinds & RowKind.FILTERED).any())
-            if not self._batch.draw(logits, rows[part], start, filtered):
-                draw = self._sampler.draw(logits.float(), rows[part].long(), host_rows)
-                self._batch.commit(draw.tokens, draw.invalid, rows[part].long(), start)
+            by_ratio = plan.num_drafts > 0 and self._batch.draft_probs is not None
+            if by_ratio or not self._batch.draw(plan, logits, rows[part], start, filtered):
+                owners = rows[part].long()
+                draw = self._sampler.draw(logits.float(), owners, self._batch.lengths(plan, part, owners), host_rows)
+                self._keep(plan, draw.tokens, draw.invalid, rows[part], start)
             if reported:
                 logprobs += sampled_logprobs(self._batch, raw, rows[part], host_rows, start)
         return logprobs
+
+    def _keep(
+        self, plan: StepPlan, tokens: torch.Tensor, invalid: torch.Tensor, rows: torch.Tensor, start: int
+    ) -> None:
+        """Write drawn tokens back, or keep them until drafts are verified."""
+        if plan.num_drafts:
+            self._batch.place(tokens, invalid, start)
+        else:
+            self._batch.commit(tokens, invalid, rows.long(), start)
 
     def _mask(self, logits: torch.Tensor, masks: StepMasks | None, start: int) -> None:
         """Apply the masks of this slice's rows, in place."""
@@ -231,9 +322,9 @@ class Runner:
             if inside.any():
                 self._batch.mask(logits, masks.draws[inside] - start, masks.bits[inside])
 
-    def _logits(self, samples: np.ndarray, hidden: torch.Tensor, picks: torch.Tensor) -> torch.Tensor:
-        """A row of logits per draw. A source that forks draws several times from the same ones."""
-        distinct, first, repeat = np.unique(samples, return_index=True, return_inverse=True)
+    def _logits(self, host_picks: np.ndarray, hidden: torch.Tensor, picks: torch.Tensor) -> torch.Tensor:
+        """A row of logits per place. A source that forks draws several times from the same ones."""
+        distinct, first, repeat = np.unique(host_picks, return_index=True, return_inverse=True)
         if len(distinct) == len(repeat):
             return self._model.logits(hidden[picks])
         wanted, repeats = self._batch.upload(first, repeat)

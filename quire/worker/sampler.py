@@ -7,12 +7,12 @@ depends on its own logits and its own random stream alone: not on the batch, and
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
 
-from quire.messages.sampling import XTC_STREAM
+from quire.kernels.philox import uniform
+from quire.messages.sampling import ACCEPT_STREAM, XTC_STREAM
 from quire.worker.batch import DeviceBatch
 from quire.worker.extras import RowKind, ScalarColumns
 from quire.worker.logits import NEGATIVE_INFINITY, LogitsProcessor, apply_lists, apply_penalties
@@ -41,46 +41,78 @@ class Sampler:
         self._batch = batch
         self._processors = processors
 
-    def adjust(self, logits: torch.Tensor, rows: torch.Tensor, host_rows: np.ndarray, longest: int) -> None:
-        """Apply lists, processors and penalties to logits [n, vocab], in place."""
+    def adjust(
+        self, logits: torch.Tensor, rows: torch.Tensor, lengths: torch.Tensor, host_rows: np.ndarray, longest: int
+    ) -> None:
+        """Apply lists, processors and penalties to logits [n, vocab], in place. `lengths`: tokens before each draw."""
         kinds = self._batch.kinds[host_rows]
         if (kinds & RowKind.LISTED).any():
-            apply_lists(self._batch, logits, rows, host_rows, longest, self._processors)
+            apply_lists(self._batch, logits, rows, lengths, host_rows, longest, self._processors)
         penalised = np.flatnonzero(kinds & RowKind.PENALISED)
         for start in range(0, len(penalised), PENALTY_ROWS):
             where: slice | torch.Tensor = slice(start, start + PENALTY_ROWS)
             if len(penalised) < len(kinds):
                 (where,) = self._batch.upload(penalised[where])
-            logits[where] = apply_penalties(self._batch, logits[where], rows[where], longest)
+            logits[where] = apply_penalties(self._batch, logits[where], rows[where], lengths[where], longest)
 
-    def draw(self, logits: torch.Tensor, rows: torch.Tensor, host_rows: np.ndarray) -> SampledTokens:
-        """One token per row from logits [n, vocab]."""
+    def draw(
+        self, logits: torch.Tensor, rows: torch.Tensor, lengths: torch.Tensor, host_rows: np.ndarray
+    ) -> SampledTokens:
+        """One token for each of these rows from logits [n, vocab]. `lengths`: tokens before each draw."""
         kinds = self._batch.kinds[host_rows]
         greedy = _argmax(logits)
         invalid = ~torch.isfinite(logits.amax(-1))  # amax propagates NaN
         if not (kinds & RowKind.RANDOM).any():
             return SampledTokens(greedy, invalid)
         (random,) = self._batch.upload(np.flatnonzero(kinds & RowKind.RANDOM))
-        greedy[random] = self._draw_random(logits[random], rows[random], bool((kinds & RowKind.FILTERED).any()))
+        greedy[random] = self._draw_random(
+            logits[random], rows[random], lengths[random], bool((kinds & RowKind.FILTERED).any())
+        )
         return SampledTokens(greedy, invalid)
 
-    def _draw_random(self, logits: torch.Tensor, rows: torch.Tensor, filtered: bool) -> torch.Tensor:
+    def _draw_random(
+        self, logits: torch.Tensor, rows: torch.Tensor, lengths: torch.Tensor, filtered: bool
+    ) -> torch.Tensor:
         batch = self._batch
         scalars = batch.scalars_of(rows)
         scaled = logits / scalars["temperature"][:, None]
         if filtered:
             scaled = filter_logits(scaled, scalars)
             if bool((scalars["xtc_probability"] > 0.0).any()):
-                exclude_top_choices(scaled, scalars, self._uniform(rows, XTC_STREAM))
-        cumulative = torch.softmax(scaled, dim=-1).cumsum(-1, dtype=torch.float64)
-        threshold = self._uniform(rows) * cumulative[:, -1]
-        drawn = torch.searchsorted(cumulative, threshold[:, None], right=True)[:, 0]
-        return drawn.clamp(max=logits.shape[-1] - 1)  # only a row of NaN gets here; it is reported as invalid
+                exclude_top_choices(scaled, scalars, self._uniform(rows, lengths, XTC_STREAM))
+        probs = torch.softmax(scaled, dim=-1)
+        if batch.draft_probs is not None:
+            return self._accept_by_ratio(probs, rows, lengths, batch.draft_probs)
+        return self._draw_from(probs, rows, lengths)
 
-    def _uniform(self, rows: torch.Tensor, stream: int = 0) -> torch.Tensor:
-        """A number in [0, 1) for the next token of each row; `stream`: 0 for the token itself."""
+    def _draw_from(self, weights: torch.Tensor, rows: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        """A token for each row, each as likely as its part of the row's weights [n, vocab]."""
+        cumulative = weights.cumsum(-1, dtype=torch.float64)
+        threshold = self._uniform(rows, lengths) * cumulative[:, -1]
+        drawn = torch.searchsorted(cumulative, threshold[:, None], right=True)[:, 0]
+        return drawn.clamp(max=weights.shape[-1] - 1)  # only a row of NaN gets here; it is reported as invalid
+
+    def _accept_by_ratio(
+        self, probs: torch.Tensor, rows: torch.Tensor, lengths: torch.Tensor, draft_probs: torch.Tensor
+    ) -> torch.Tensor:
+        """The draft at each place, with the probability target / draft; otherwise a token that the target has more of
+        than the draft (arXiv 2211.17192). Together these are the target's distribution."""
         batch = self._batch
-        index = batch.num_tokens[rows] - batch.prompt_len[rows]
+        place = (lengths - batch.num_tokens[rows]).clamp(max=draft_probs.shape[1] - 1)
+        has_draft = batch.is_sampled[rows] & (lengths - batch.num_tokens[rows] < batch.num_drafts[rows])
+        draft = batch.drafts[rows, place].long()
+        others = draft_probs[rows, place]
+        share = probs.gather(1, draft[:, None])[:, 0].double() / others.gather(1, draft[:, None])[:, 0].double()
+        accepted = has_draft & (self._uniform(rows, lengths, ACCEPT_STREAM) < share)
+        left = (probs - others).clamp(min=0.0)
+        # Nothing is left where both are the same but for rounding, or the draft's probabilities are not numbers.
+        left = torch.where((has_draft & (left.sum(-1) > 0.0))[:, None], left, probs)
+        return torch.where(accepted, draft, self._draw_from(left, rows, lengths))
+
+    def _uniform(self, rows: torch.Tensor, lengths: torch.Tensor, stream: int = 0) -> torch.Tensor:
+        """A number in [0, 1) for the token of each row behind `lengths`; `stream`: 0 for the token itself."""
+        batch = self._batch
+        index = lengths - batch.prompt_len[rows]
         seed, sequence = batch.seed[rows], batch.sequence[rows] + stream
         if seed.device.type == "cpu":  # numpy's small-array overhead is a fifth of torch's
             return torch.from_numpy(uniform(seed.numpy(), index.numpy(), sequence.numpy()))
@@ -158,29 +190,3 @@ def _threshold(
     threshold = torch.where((top_k >= vocab) & (top_p >= 1.0), NEGATIVE_INFINITY, threshold)
     cut_off = (top_k < vocab) | ((top_p < 1.0) & (through[:, -1] < mass))
     return threshold, (top_k > width) & cut_off
-
-
-MASK = 0xFFFFFFFF
-# Multipliers and key increments of Philox4x32 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011).
-M0, M1 = 0xD2511F53, 0xCD9E8D57
-W0, W1 = 0x9E3779B9, 0xBB67AE85
-
-
-def philox(seed: Any, counter: Any, stream: Any, rounds: int = 10) -> Any:
-    """32 random bits for each (seed, counter, stream).
-
-    Works on int64 arrays of numpy and torch. Products wrap at 64 bits; shifting right and masking recovers the
-    high half as unsigned.
-    """
-    k0, k1 = seed & MASK, (seed >> 32) & MASK
-    c0, c1, c2, c3 = counter & MASK, (counter >> 32) & MASK, stream & MASK, (stream >> 32) & MASK
-    for _ in range(rounds):
-        p0, p1 = c0 * M0, c2 * M1
-        c0, c1, c2, c3 = ((p1 >> 32) & MASK) ^ c1 ^ k0, p1 & MASK, ((p0 >> 32) & MASK) ^ c3 ^ k1, p0 & MASK
-        k0, k1 = (k0 + W0) & MASK, (k1 + W1) & MASK
-    return c0
-
-
-def uniform(seed: Any, counter: Any, stream: Any) -> Any:
-    """Numbers in [0, 1) with 32 random bits, as doubles."""
-    return philox(seed, counter, stream) * (1.0 / 2**32)

@@ -81,6 +81,7 @@ def measure(config: EngineConfig, files: ModelFiles, model: ModelConfig, platfor
         config, quantization=None, tensor_parallel_size=1, pipeline_parallel_size=1, pipeline_layers=None,
         data_parallel_size=1, enable_expert_parallel=False, num_redundant_experts=0, expert_rebalance_interval=0,
         distributed_executor_backend=None, enforce_eager=True, kv_cache_dtype="auto",
+        speculative_config=None,
     )  # fmt: skip
     tokens = tokenizer_of(plain, files)(CALIBRATION_TEXT, verbose=False)["input_ids"]
     length = min(LENGTH, model.max_position, len(tokens))

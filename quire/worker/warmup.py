@@ -30,8 +30,10 @@ from quire.layers.gemm_shapes import kind_of, layer_experts, layer_gemms
 from quire.layers.linear import FusedLinear
 from quire.layers.moe import SparseMLP
 from quire.layers.recurrent import Recurrence
+from quire.messages.plan import MAX_WIDTH
 from quire.worker.cuda_batch import CudaBatch
 from quire.worker.geometry import cache_layers
+from quire.worker.verify_steps import NARROW
 
 logger = logging.getLogger(__name__)
 
@@ -55,27 +57,32 @@ class WarmUp:
                     logger.debug("a kernel was not compiled ahead: %s", error)
 
 
-def warm_up(model: nn.Module, ops: TritonOps, batch: CudaBatch, max_tokens: int, grouped: bool) -> WarmUp:
-    """Start compiling what a step launches. The weights need not be filled; `batch` is not in use."""
+def warm_up(
+    model: nn.Module, ops: TritonOps, batch: CudaBatch, max_tokens: int, grouped: bool, proposer: object = None
+) -> WarmUp:
+    """Start compiling what a step launches, and what a proposer does after it. The weights need not be filled; `batch`
+    is not in use."""
     # The longest first: attention.
     experts = _expert_kernels(model, ops, max_tokens)
+    drafts = proposer if isinstance(proposer, nn.Module) else None
     tasks = [
-        *_attention_kernels(model, batch, grouped),
+        *_attention_kernels(_attention_layers(model, batch) + _draft_layers(drafts, batch), batch, grouped),
         *_latent_kernels(model, batch),
         *_state_kernels(model, batch),
         *experts.values(),
         *_sampling_kernels(model, batch),
         *_row_kernels(model, ops, batch),
     ]
-    gemms = layer_gemms(model)
+    gemms = layer_gemms(model) + ([] if drafts is None else layer_gemms(drafts))
     jobs = [job for gemm in gemms for job in ops.kernels_of(*gemm, max_tokens)]
-    layers = {_shape(module) for module in model.modules() if isinstance(module, Attention | LatentAttention)}
+    modules = [*model.modules(), *(() if drafts is None else drafts.modules())]
+    layers = {_shape(module) for module in modules if isinstance(module, Attention | LatentAttention)}
     layers |= {module.shape for module in model.modules() if isinstance(module, Recurrence)}
     weights = {(kind_of(gemm.weight), *gemm[1:]) for gemm in gemms}
     kv = batch.kv.data
     identity = (
         f"{type(ops)} {sorted(map(str, {*layers, *weights, *experts, *jobs}))} {kv.shape[1:]} {batch.kv.geometry} "
-        f"{batch.block_tables.shape} {batch.vocab_size} {grouped}"
+        f"{batch.block_tables.shape} {batch.vocab_size} {grouped} {batch.speculates}"
     )
     return WarmUp([*tasks, *(job.compile for job in jobs)], identity, batch.kv.data.device)
 
@@ -94,9 +101,17 @@ def _attention_layers(model: nn.Module, batch: CudaBatch) -> list[tuple[Attentio
     return [(layer, kv) for layer, kv in pairs if isinstance(layer, Attention)]
 
 
-def _attention_kernels(model: nn.Module, batch: CudaBatch, grouped: bool) -> Iterator[Task]:
-    """Attention over rows without tokens: one query, several, long contexts, prefix groups."""
-    layers = {(*_shape(layer), format_of(kv)): (layer, kv) for layer, kv in _attention_layers(model, batch)}
+def _draft_layers(proposer: nn.Module | None, batch: CudaBatch) -> list[tuple[Attention, LayerKV]]:
+    """The same of a proposer."""
+    found = [] if proposer is None else [module for module in proposer.modules() if isinstance(module, Attention)]
+    return list(zip(found, batch.kv.proposer_layers, strict=False))
+
+
+def _attention_kernels(
+    found: list[tuple[Attention, LayerKV]], batch: CudaBatch, grouped: bool
+) -> Iterator[Task]:  # fmt: skip
+    """Attention over rows without tokens: one query, several, drafts, long contexts, prefix groups."""
+    layers = {(*_shape(layer), format_of(kv)): (layer, kv) for layer, kv in found}
     many = len(batch.buffers.rows) - 1
     for layer, kv in layers.values():
         kinds = [False, True] if grouped and layer.spec.window is None else [False]
@@ -112,6 +127,13 @@ def _attention_kernels(model: nn.Module, batch: CudaBatch, grouped: bool) -> Ite
             for rows in (33, 257):  # plans of more rows; the attention kernel is the same
                 if rows <= many:
                     yield functools.partial(_plan, layer, kv, batch, rows, rows, rows, 0, is_grouped)
+        if not batch.speculates:
+            continue
+        for width in (NARROW, MAX_WIDTH):
+            yield functools.partial(_attend, layer, kv, batch, 1, width, 1, 0, False, width)
+            for rows in (33, 257):
+                if rows <= many:
+                    yield functools.partial(_plan, layer, kv, batch, rows, rows * width, rows, 0, False, width)
 
 
 def _latent_kernels(model: nn.Module, batch: CudaBatch) -> Iterator[Task]:
@@ -144,9 +166,11 @@ def _attend_latents(
 @torch.inference_mode()
 def _plan(
     layer: Attention, kv: LayerKV, batch: CudaBatch, rows: int, tokens: int, decodes: int, max_context: int,
-    grouped: bool,
+    grouped: bool, width: int = 1,
 ) -> AttentionInputs:  # fmt: skip
-    inputs = batch.empty_inputs(rows, tokens, decodes, tokens, max_context, grouped).attention[layer.group]
+    drafts = decodes * (width - 1)
+    step = batch.empty_inputs(rows, tokens, decodes, tokens, max_context, grouped, drafts, width)
+    inputs = step.attention[layer.group]
     inputs.context_lens.zero_()
     layer.backend.prepare(layer.num_heads, layer.scaled(kv), inputs, layer.spec)
     return inputs
@@ -155,9 +179,9 @@ def _plan(
 @torch.inference_mode()
 def _attend(
     layer: Attention, kv: LayerKV, batch: CudaBatch, rows: int, tokens: int, decodes: int, max_context: int,
-    grouped: bool,
+    grouped: bool, width: int = 1,
 ) -> None:  # fmt: skip
-    inputs = _plan(layer, kv, batch, rows, tokens, decodes, max_context, grouped)
+    inputs = _plan(layer, kv, batch, rows, tokens, decodes, max_context, grouped, width)
     kv = layer.scaled(kv)
     width = (layer.num_heads + 2 * layer.num_kv_heads) * layer.head_dim
     qkv = torch.zeros(tokens, width, dtype=kv.dtype, device=kv.device)
@@ -210,14 +234,20 @@ def _sampling_kernels(model: nn.Module, batch: CudaBatch) -> Iterator[Task]:
     logits = torch.zeros(1, batch.vocab_size, dtype=dtype, device=rows.device)
     token, invalid = rows.long(), rows.bool()
     for drawn in (logits, logits.float()):  # unchanged, and after penalties and lists
-        yield functools.partial(batch.draw, drawn, rows, 0, filtered=True)
-        yield functools.partial(batch.draw, drawn, rows, 0, filtered=False)
+        yield functools.partial(batch.draw, None, drawn, rows, 0, filtered=True)
+        yield functools.partial(batch.draw, None, drawn, rows, 0, filtered=False)
     yield lambda: batch.commit(token, invalid, rows.long(), 0)
     indices, words = np.zeros(1, np.int32), np.zeros((1, -(-batch.vocab_size // 32)), np.int32)
     yield lambda: batch.mask(logits.clone(), indices, words)
     yield lambda: batch.expand(batch.empty_inputs(1, 1, 1, 1, 0))
     yield lambda: batch.expand(batch.empty_inputs(1, 2, 0, 2, 0))
     yield batch.apply_nothing
+    if batch.speculates:
+        for drawn in (logits, logits.float()):
+            yield functools.partial(batch.draw_places, drawn, rows, 0, filtered=True)
+            yield functools.partial(batch.draw_places, drawn, rows, 0, filtered=False)
+        yield lambda: batch.expand(batch.empty_inputs(1, 2, 1, 2, 0, drafts=1, width=2))
+        yield lambda: batch.verify_nothing()
 
 
 def _row_kernels(model: nn.Module, ops: TritonOps, batch: CudaBatch) -> Iterator[Task]:

@@ -14,6 +14,7 @@ from quire.config import EngineConfig
 from quire.distributed.collectives import is_shared
 from quire.distributed.groups import Ranks
 from quire.distributed.pipeline import Pipeline
+from quire.errors import ConfigError
 from quire.layers.attention.base import PrefixGroupBackend, attention_backend
 from quire.layers.attention.scales import load_kv_scales
 from quire.layers.build_context import collect_targets
@@ -24,9 +25,19 @@ from quire.loading.load import load_weights, open_checkpoint
 from quire.loading.model_config import ModelConfig
 from quire.messages.plan import NewRow, StepMasks, StepPlan
 from quire.messages.sampling import SamplingParams
+from quire.messages.speculation import DeviceDrafts
 from quire.platforms.base import Platform
+from quire.speculative.config import PROBABILISTIC, REJECTION, SpeculativeConfig
 from quire.worker.batch import DeviceBatch, StepInputs
-from quire.worker.building import backend_name, build_model, ignored_tensors, make_ops
+from quire.worker.building import (
+    backend_name,
+    build_model,
+    build_proposer,
+    ignored_tensors,
+    load_proposer,
+    make_ops,
+    proposer_caches,
+)
 from quire.worker.geometry import assign_groups, model_geometry
 from quire.worker.kv import KVCache
 from quire.worker.logits import LogitsProcessor, load_processors
@@ -90,9 +101,25 @@ class Worker:
         self._max_model_len = max_model_len
         self._max_rows = max_rows
         self.model = build_model(config, files, model, platform, max_model_len, ranks, replica=replica)
-        self.geometry = model_geometry(self.model, config.block_size)
+        self.proposer = build_proposer(config, files, self.model)
+        """Makes drafts on the device, if configured."""
+        self.drafts = DeviceDrafts(
+            proposes=self.proposer is not None,
+            keeps_cache=self.proposer is not None and bool(self.proposer.caches),
+            needs_following=self.proposer is not None and self.proposer.needs_following,
+            verifies_with_prompts=not self._ops.whole_steps,
+        )
+        self.geometry = model_geometry(self.model, config.block_size, drafts=proposer_caches(self.proposer))
         """The cache groups, and where each layer's cache lies in the pages."""
-        assign_groups(self.model, self.geometry)  # type: ignore[arg-type]
+        if config.speculation is not None and ranks.pp_size > 1 and any(group.pages for group in self.geometry.groups):
+            raise ConfigError(
+                "drafts for a model with recurrent layers on several pipeline stages are not implemented: only the "
+                "last stage knows how many tokens its states advance by. Use tensor_parallel_size, or no "
+                "speculative_config",
+                "pipeline_parallel_size",
+                ranks.pp_size,
+            )
+        assign_groups(self.model, self.geometry, self.proposer)  # type: ignore[arg-type]
         backend = attention_backend(backend_name(config, platform))
         self._graph_safe = backend.graph_safe and getattr(self.model, "graph_safe", True)
         self.reads_groups = (
@@ -108,7 +135,7 @@ class Worker:
         self._runner: Runner | None = None
         self.mover: Mover | None = None
         """Copies blocks to host memory and back, if there is a host tier; set when the cache is made."""
-        self.needs = MemoryNeeds.estimate(self.model, config, model, max_model_len, max_rows, max_tokens)
+        self.needs = MemoryNeeds.estimate(self.model, config, model, max_model_len, max_rows, max_tokens, self.proposer)
         self._pipeline: Pipeline | None = None
         if ranks.pp_size > 1:
             most = max_tokens + max_rows  # a step that is padded may have more than it was planned with
@@ -125,6 +152,7 @@ class Worker:
         checkpoint = open_checkpoint(files, config.load_format, targets=targets, seed=config.seed)
         load_weights(targets, ignored_tensors(self.model), checkpoint, progress=ranks.rank == 0)
         load_kv_scales(self.model, checkpoint)  # type: ignore[arg-type]
+        load_proposer(self.proposer, config, progress=ranks.rank == 0)
         if self._device.type == "cuda" and config.weight_copy_share and not config.batch_invariant:
             make_copies(self.model, int(config.weight_copy_share * platform.free_memory()))  # type: ignore[arg-type]
         self._done("weights")
@@ -154,16 +182,21 @@ class Worker:
         from quire.worker.warmup import warm_up
 
         model, ops, batch = self.model, self._ops, trial.batch
-        return warm_up(model, ops, batch, self._max_tokens, self.reads_groups)  # type: ignore[arg-type]
+        return warm_up(model, ops, batch, self._max_tokens, self.reads_groups, self.proposer)  # type: ignore[arg-type]
 
     def _run_largest_step(self, runner: Runner) -> None:
         runner.launch(self._largest_plan()).result()
+        if runner.batch.proposer_error is not None:  # at start nothing is lost by saying so
+            raise runner.batch.proposer_error
 
     def _largest_plan(self) -> StepPlan:
         """As many tokens as a step may have, in prompts as long as they may be, over an empty cache."""
         lengths = [self._max_model_len] * (self._max_tokens // self._max_model_len)
         lengths = [*lengths, self._max_tokens - sum(lengths)][: self._max_rows]
-        return empty_cache_plan([length for length in lengths if length])
+        plan = empty_cache_plan([length for length in lengths if length])
+        if self.proposer is not None and self._config.speculation is not None:
+            plan.proposals = self._config.speculation.most_drafts
+        return plan
 
     def make_cache(self, num_blocks: int, host: HostMemory | None = None) -> None:
         """Allocate the cache and the batch; plans can run after this. `host`: the host memory that comes later."""
@@ -182,11 +215,11 @@ class Worker:
             return self._make_cuda_runner(kv, processors, capture)
         batch = DeviceBatch(self._max_rows, self._max_model_len, self._vocab_size, kv, self._device)
         self._connect(batch)
-        paths: list[StepPath] = [EagerPath(self.model, batch, self._ranks.is_last_stage)]
+        paths: list[StepPath] = [EagerPath(self.model, batch, self._ranks.is_last_stage, self.proposer)]
         # A tape holds only native calls, no collectives.
         if capture and not is_shared(self._ranks) and not self._config.steps_together:
-            paths.insert(0, TapeDecodePath(self.model, batch, self._ops))
-        return Runner(self.model, batch, paths, processors, self._pipeline)
+            paths.insert(0, TapeDecodePath(self.model, batch, self._ops, self.proposer))
+        return Runner(self.model, batch, paths, processors, self._pipeline, self.proposer)
 
     def _make_cuda_runner(self, kv: KVCache, processors: list[LogitsProcessor], capture: bool) -> Runner:
         from quire.worker.cuda_batch import IN_FLIGHT, CudaBatch
@@ -197,19 +230,29 @@ class Worker:
         )  # fmt: skip
         self._connect(batch)
         capture = capture and self._can_capture()
-        paths: list[StepPath] = [EagerPath(self.model, batch, self._ranks.is_last_stage)]
+        paths: list[StepPath] = [EagerPath(self.model, batch, self._ranks.is_last_stage, self.proposer)]
         if capture:
             from quire.worker.cuda_graphs import captured_paths
 
             is_last = self._ranks.is_last_stage
-            paths = [*captured_paths(self.model, batch, self._max_rows, is_last, self.reads_groups), *paths]
-        runner = Runner(self.model, batch, paths, processors, self._pipeline)
+            captured = captured_paths(
+                self.model, batch, self._max_rows, is_last, self.reads_groups, self.proposer
+            )  # fmt: skip
+            paths = [*captured, *paths]
+        runner = Runner(self.model, batch, paths, processors, self._pipeline, self.proposer)
         if capture:  # torch keeps a large step's memory for the next one: no new allocation
-            runner.launch(self._largest_plan()).result()
+            self._run_largest_step(runner)
         return runner
+
+    def _sampled_drafts(self, speculation: SpeculativeConfig) -> int:
+        """Drafts of a row whose probabilities are kept: those that the proposer draws, if their ratio decides."""
+        by_ratio = speculation.rejection_sample_method == REJECTION and speculation.draft_sample_method == PROBABILISTIC
+        return speculation.most_drafts if by_ratio and self.proposer is not None else 0
 
     def _connect(self, batch: DeviceBatch) -> None:
         """Give the batch the buffer of the previous stage's hidden states: graphs have its address in them."""
+        if (speculation := self._config.speculation) is not None:
+            batch.speculate(speculation.acceptance_rates, self._sampled_drafts(speculation), speculation.is_custom)
         if self._pipeline is not None:
             batch.previous_hidden = self._pipeline.received
 

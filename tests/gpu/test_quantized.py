@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from quire import LLM, SamplingParams
-from quire.kernels.triton.quantized import base, registry
+from quire.kernels.triton.quantized import base, experts, registry
 from tests.gpu.target import ON_A_GPU
 
 pytestmark = ON_A_GPU
@@ -26,6 +27,14 @@ MIXTURE = LLAMA | {
     "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2,
     "moe_intermediate_size": 256, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
 }  # fmt: skip
+SKIPPED = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+GPT_OSS = LLAMA | {
+    "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "hidden_size": 320, "intermediate_size": 192,
+    "num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 128, "attention_bias": True,
+    "layer_types": ["sliding_attention", "full_attention"], "swiglu_limit": 7.0,
+    "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": SKIPPED},
+}  # fmt: skip
+"""Experts in spans of 64 inputs, as gpt-oss-20b's."""
 BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 
 
@@ -99,6 +108,52 @@ def test_kernels_give_the_logits_of_plain_torch(
     # Sums in another order, and activations that round to another code; a router may choose another expert for a few.
     assert differences[len(differences) // 2] < 0.05, differences[-5:]
     assert differences[int(0.95 * len(differences))] < 0.3, differences[-5:]
+
+
+def decoded(folder: Path, **settings: Any) -> tuple[list[list[int]], list[list[float]]]:
+    """(tokens, log-probabilities) of twelve requests that decode together."""
+    llm = LLM(
+        str(folder), load_format="dummy", skip_tokenizer_init=True, max_model_len=1024, gpu_memory_utilization=0.3,
+        max_num_seqs=16, max_num_batched_tokens=256, **settings,
+    )  # fmt: skip
+    prompts = [[(7 * i + 3 * j) % 1000 + 3 for j in range(20 + 9 * i)] for i in range(12)]
+    params = SamplingParams(temperature=0, max_tokens=6, logprobs=0, ignore_eos=True, detokenize=False)
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+    llm.shutdown()
+    own = [output.outputs[0] for output in outputs]
+    return (
+        [list(sample.token_ids) for sample in own],
+        [[next(iter(each.values())).logprob for each in sample.logprobs] for sample in own],
+    )
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs compute capability 9.0"
+)
+@pytest.mark.parametrize("share", [0.0, 0.2], ids=["codes", "copies"])
+def test_gpt_oss_on_hopper_gives_the_logits_of_plain_torch(
+    share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(GPT_OSS))
+    used: list[int] = []
+    kernel = experts._KERNELS["hopper"]
+
+    def recorded(x: torch.Tensor, *rest: Any) -> torch.Tensor:
+        used.append(len(x))
+        return kernel(x, *rest)
+
+    monkeypatch.setitem(experts._KERNELS, "hopper", recorded)
+    tokens, ours = decoded(tmp_path, weight_copy_share=share)  # decoding in captured graphs
+    assert any(tokens <= 16 for tokens in used)
+    assert share or any(tokens > 128 for tokens in used)
+    with plain_torch(monkeypatch):
+        others, plain = decoded(tmp_path, weight_copy_share=share, enforce_eager=True)
+    differences = []
+    for a, b, own, other in zip(tokens, others, ours, plain, strict=True):
+        same = next((place for place in range(6) if a[place] != b[place]), 6)  # what follows another token differs
+        differences += [abs(x - y) for x, y in zip(own[:same], other[:same], strict=True)]
+    assert len(differences) > 36
+    assert sorted(differences)[len(differences) // 2] < 0.05, sorted(differences)[-5:]
 
 
 @pytest.mark.parametrize("name", ["fp8", "fp8_per_token_head", "int8_per_token_head"])

@@ -25,9 +25,10 @@ from quire.kvcache.offload.manager import OffloadManager
 from quire.kvcache.prefix_cache import ContentKeys
 from quire.messages.caches import FULL, CacheGroup
 from quire.messages.outputs import Finished, Key, Started, StepOutputs
-from quire.messages.plan import Moves, MovesDone, PrefixGroup, StepPlan, StepResult
+from quire.messages.plan import MAX_WIDTH, Moves, MovesDone, PrefixGroup, StepPlan, StepResult
 from quire.messages.request import NewRequest
 from quire.messages.sampling import SamplingParams
+from quire.scheduler.drafting import Drafting
 from quire.scheduler.policies.registry import make_policy
 from quire.scheduler.prefix_groups import PrefixGroups
 from quire.scheduler.scheduler import Scheduler
@@ -68,6 +69,8 @@ def ending(request: str, sequence: int, position: int) -> int:
 
 
 Draws = Callable[[str, int, int], int]
+Guess = Callable[[Key, list[int], int, int], list[int]]
+"""Drafts for a sequence: (its key, all tokens it will have, a position, how many) -> tokens from that position on."""
 
 
 class Truth:
@@ -184,6 +187,12 @@ class DeviceRow:
     tables: list[np.ndarray]
     """By cache group."""
     active: bool = True
+    drafts: list[int] = field(default_factory=list)
+    """Tokens it may draw next, to be verified."""
+    accepted: int = 1
+    """Tokens that its last computation yields."""
+    is_wide: bool = False
+    """Its last decode verified drafts."""
     is_spoiled: bool = False
     """Its recurrent state is a token ahead of what it is to compute next: what it yields must not be used."""
 
@@ -216,8 +225,15 @@ class CheckingExecutor:
         host_slots: int = 0,
         draws_elsewhere: bool = False,
         groups: Sequence[CacheGroup] = (FULL,),
+        guess: Guess = lambda key, truth, position, count: [],
+        verifies_with_prompts: bool = True,
     ) -> None:
-        """`draws_elsewhere`: this is a pipeline stage that learns drawn tokens only from plans."""
+        """`draws_elsewhere`: this is a pipeline stage that learns drawn tokens only from plans. `guess`: the device's
+        proposer."""
+        self.guess = guess
+        self.verifies_with_prompts = verifies_with_prompts
+        self.verified = self.accepted = 0
+        """Drafts in all steps."""
         self.cache_groups = groups
         self.state_groups = [number for number, group in enumerate(groups) if group.kind == "state"]
         self.snapshots = 0
@@ -367,7 +383,10 @@ class CheckingExecutor:
         assert plan.num_tokens == int(plan.counts.sum()) <= self.token_budget, (plan.num_tokens, self.token_budget)
         assert len(set(rows)) == len(rows) == len(plan.counts), "a row is scheduled twice"
         assert all(0 <= row < self.max_rows for row in rows)
-        assert (plan.counts > 0).all() and (plan.counts[: plan.num_decodes] == 1).all()
+        widths = plan.counts[: plan.num_decodes]
+        assert (plan.counts > 0).all() and (widths <= MAX_WIDTH).all()
+        assert plan.num_drafts == int(widths.sum()) - plan.num_decodes
+        assert self.verifies_with_prompts or not plan.num_drafts or len(rows) == plan.num_decodes
         assert len(set(plan.sample_rows.tolist())) == len(plan.sample_rows), "a row draws twice"
         if self.draws_elsewhere and not plan.reset:
             computing = {(self.rows[row].request, self.rows[row].sequence) for row in rows if row in self.rows}
@@ -387,6 +406,22 @@ class CheckingExecutor:
             tables = [np.full(self.table_width, NULL_BLOCK, np.int64) for _ in self.cache_groups]
             self.rows[new.row] = DeviceRow(new.request, new.sequence, new.num_tokens, new.num_computed, tables)
         assert len(self.rows) <= self.max_rows
+        rewound = dict(plan.rewound)
+        assert self.draws_elsewhere or not rewound
+        if self.draws_elsewhere:
+            for row in plan.rows[: plan.num_decodes].tolist():
+                state = self.rows[row]
+                expected = state.num_computed if state.is_wide else None
+                assert rewound.pop(row, None) == expected or not state.active, f"row {row} is not rewound"
+            assert not rewound
+        for run in plan.drafts:
+            state = self.rows[run.row]
+            drawn = state.num_tokens - run.start
+            assert drawn >= 0 and run.start >= len(self.sources[state.request].prompt)
+            is_right = (
+                self.truth(state.request, state.sequence).tokens[run.start : state.num_tokens] == run.tokens[:drawn]
+            )
+            state.drafts = run.tokens[drawn:][: MAX_WIDTH - 1] if is_right else []
         groups = plan.block_groups if len(plan.block_groups) else np.zeros(len(plan.blocks), np.int32)
         for row, index, block, group in zip(
             plan.block_rows.tolist(), plan.block_indices.tolist(), plan.blocks.tolist(), groups.tolist(), strict=True
@@ -420,7 +455,12 @@ class CheckingExecutor:
                 assert start == state.num_tokens - 1, f"{state} decodes, but {start} tokens are computed"
                 if row in added or self.draws_elsewhere:
                     assert forced[row] == truth.tokens[start], f"{state} joins with another token than its last"
+                assert state.num_tokens + count <= truth.source.limit, f"{state} verifies beyond its end"
+                state.accepted = self._verify(state, truth, count)
+                state.is_wide = count > 1
             else:
+                state.accepted = 1
+
                 assert given[at : at + count] == truth.tokens[start : start + count], f"wrong tokens for {state}"
                 assert start + count <= state.num_tokens
                 at += count
@@ -428,15 +468,53 @@ class CheckingExecutor:
             for group in self._token_groups:
                 slots = self._slots(state, positions, group)
                 assert (slots >= self.block_size).all(), f"{state} has no block for positions {positions}"
-                self.content[slots] = truth.content[positions] ^ _stamp(group)
-            self._advance_state(state, truth, start, start + count)
-            state.num_computed = start + count
-            assert state.num_computed <= plan.max_context
+                self.content[slots] = GARBAGE  # of drafts that are rejected
+                right = positions[: state.accepted] if i < plan.num_decodes else positions
+                self.content[slots[: len(right)]] = truth.content[right] ^ _stamp(group)
+            assert start + count <= plan.max_context
+            if i < plan.num_decodes:
+                self._advance_state(state, truth, start, start + state.accepted)
+                state.num_computed = start + state.accepted
+            else:
+                self._advance_state(state, truth, start, start + count)
+                state.num_computed = start + count
             self.computed_tokens += count
         assert at == len(given)
 
+    def _verify(self, state: DeviceRow, truth: Truth, width: int) -> int:
+        """How many tokens a decode of `width` yields: one, and one more for each draft that was right."""
+        drafts = [*state.drafts, *[VOCABULARY + 5] * width][: width - 1]
+        right = truth.tokens[state.num_tokens :]
+        accepted = 0
+        while accepted < len(drafts) and accepted + 1 < len(right) and drafts[accepted] == right[accepted]:
+            accepted += 1
+        self.verified += len(drafts)
+        self.accepted += accepted
+        return 1 + accepted
+
+    def _propose(self, plan: StepPlan, idle: set[int]) -> list[list[int]]:
+        """The device's proposer: drafts for each row that draws, and what its own layers leave in the slots of tokens
+        that are not computed yet. `idle`: rows whose draw has yielded nothing."""
+        made = []
+        for row in plan.sample_rows.tolist():
+            state = self.rows[row]
+            state.drafts = []
+            if plan.proposals and state.active and not state.is_spoiled and row not in idle:
+                truth = self.truth(state.request, state.sequence)
+                key, at = (state.request, state.sequence), state.num_tokens
+                state.drafts = self.guess(key, truth.tokens, at, plan.proposals)[: plan.proposals]
+                last = min(at - 1 + plan.proposals, truth.source.limit)
+                positions = np.arange(at - 1, last)
+                for group in self._token_groups:
+                    slots = self._slots(state, positions, group)
+                    assert (slots >= self.block_size).all(), f"{state} has no block for drafts at {positions}"
+                    self.content[slots] = GARBAGE
+            made.append(list(state.drafts))
+        return made if plan.proposals else []
+
     def _verify_reads(self, plan: StepPlan) -> None:
         """All of a row's positions hold exactly its own sequence: attention reads them all."""
+        decoding = set(plan.rows[: plan.num_decodes].tolist())
         for row, count in zip(plan.rows.tolist(), plan.counts.tolist(), strict=True):
             state = self.rows[row]
             if not state.active:
@@ -444,7 +522,8 @@ class CheckingExecutor:
             truth = self.truth(state.request, state.sequence)
             for group in self._token_groups:
                 window = self.cache_groups[group].window or state.num_computed + 1
-                first = max(0, state.num_computed - count - window + 1)
+                written = min(count, state.accepted) if row in decoding else count
+                first = max(0, state.num_computed - written - window + 1)
                 positions = np.arange(first, state.num_computed)
                 held = self.content[self._slots(state, positions, group)]
                 right = truth.content[first : state.num_computed] ^ _stamp(group)
@@ -509,7 +588,7 @@ class CheckingExecutor:
             assert len({tuple(state.tables[0][:blocks]) for state in states}) == 1, f"{group} does not share its blocks"
             for row, state in zip(group.rows, states, strict=True):
                 is_decode = row in plan.rows[: plan.num_decodes]
-                written = before.get(row, 0) if is_decode and state.active else 0
+                written = state.accepted if is_decode and row in before and state.active else 0
                 assert state.num_computed - written >= group.shared_tokens, f"{state} writes what {group} shares"
 
     def _fork(self, plan: StepPlan) -> None:
@@ -533,14 +612,16 @@ class CheckingExecutor:
         for row in computing:
             state = self.rows[row]
             if state.active:
-                assert (state.num_computed == state.num_tokens) == (row in drawing), f"row {row} {state}: draws wrongly"
+                is_done = state.num_computed == state.num_tokens - 1 + state.accepted
+                assert is_done == (row in drawing), f"row {row} {state}: draws wrongly"
         tokens, counts, stopped, invalid = [], [], [], []
         for source, row in zip(drawing, plan.sample_rows.tolist(), strict=True):
             state = self.rows[row]
             assert self.rows[source].request == state.request
-            assert not state.active or state.num_computed == state.num_tokens
+            assert not state.active or state.num_computed == state.num_tokens - 1 + state.accepted
             key, position = (state.request, state.sequence), state.num_tokens
             drawn: list[int] = []
+            is_bad = False
             if not state.active:
                 self.stale_draws += 1
                 if mixed("stale", *key, position) % 2:  # a device may yield an invalid token for such a row, or none
@@ -551,11 +632,15 @@ class CheckingExecutor:
                 state.num_computed = state.num_tokens - 1
                 state.is_spoiled = bool(self.state_groups)
             else:
-                drawn = [self.truth(*key).tokens[position]]
-                state.num_tokens += 1
-            is_stop = state.active and bool(drawn) and drawn[0] in self.sources[state.request].stop_ids
-            is_bad = state.active and not state.is_spoiled and self.is_invalid(key, position)
-            if state.active and (is_stop or state.num_tokens >= self.sources[state.request].limit):
+                drawn = self.truth(*key).tokens[position : position + state.accepted]
+                assert len(drawn) == state.accepted
+                wrong = next((i for i in range(len(drawn)) if self.is_invalid(key, position + i)), None)
+                if wrong is not None:  # nothing is drawn behind it, and its own token is meaningless
+                    drawn = [*drawn[:wrong], VOCABULARY + 1]
+                    is_bad = True
+                state.num_tokens += len(drawn)
+            is_stop = state.active and bool(drawn) and drawn[-1] in self.sources[state.request].stop_ids
+            if state.active and (is_bad or is_stop or state.num_tokens >= self.sources[state.request].limit):
                 state.active = False
             tokens += drawn
             counts.append(len(drawn))
@@ -567,6 +652,7 @@ class CheckingExecutor:
             np.array(counts, np.int32),
             np.array(stopped, np.bool_),
             np.array(invalid, np.bool_),
+            drafts=self._propose(plan, set(plan.sample_rows[np.array(counts, np.int32) == 0].tolist())),
         )
 
     def _spoil(self, plan: StepPlan) -> None:
@@ -657,6 +743,9 @@ class Bench:
         sessions: Path | None = None,
         microbatches: int | None = None,
         groups: Sequence[CacheGroup] = (FULL,),
+        drafting: Drafting | None = None,
+        guess: Guess = lambda key, truth, position, count: [],
+        verifies_with_prompts: bool = True,
     ) -> None:
         """`least_shared`: minimum of tokens that rows must share, and save together, to be a group. `host_slots`,
         `disk`: tiers below the device. `sessions`: their folder."""
@@ -665,12 +754,13 @@ class Bench:
         self.tables = BlockTables(blocks + 1, block_size, prefix_caching, groups)
         self.device = CheckingExecutor(
             blocks + 1, block_size, max_rows, budget, draws, fails, yields_nothing, is_invalid, host_slots,
-            microbatches is not None, groups,
+            microbatches is not None, groups, guess, verifies_with_prompts,
         )  # fmt: skip
         self.tiers = self._make_tiers(host_slots, disk) if host_slots else None
         self.scheduler = Scheduler(
             self.tables, make_policy(policy, config), self.keys, max_rows, budget, chunked, clock=lambda: self.now,
             groups=PrefixGroups(block_size, least_shared, least_shared), tiers=self.tiers, microbatches=microbatches,
+            drafting=drafting,
         )  # fmt: skip
         if isinstance(swapper := self.scheduler.requests.swapper, Swapper):
             swapper.least_swap = 1

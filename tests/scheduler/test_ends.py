@@ -7,9 +7,12 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from quire.messages.caches import FULL, CacheGroup
 from quire.messages.outputs import Key
 from quire.messages.plan import PromptLogprobs, StepPlan, StepResult, TokenLogprobs
 from quire.messages.request import Request, RequestState
+from quire.messages.speculation import DeviceDrafts
+from quire.scheduler.drafting import Drafting
 from tests.scheduler.harness import STOP, Bench, draw
 
 DEPTHS = pytest.mark.parametrize("depth", [0, 1, 2])
@@ -309,6 +312,31 @@ def test_invalid_logits_end_one_request_only(depth: int) -> None:
     end = bench.sequences[("bad", 0)].finished
     assert end is not None and end.reason == "error" and "NaN" in str(end.message)
     assert bench.sequences[("bad", 0)].tokens == bench.device.truth("bad", 0).output[:3]
+
+
+@DEPTHS
+@pytest.mark.parametrize("groups", [(FULL,), (FULL, CacheGroup("state", (), pages=1))], ids=["full", "states"])
+@pytest.mark.parametrize("at", [7, 9, 12, 17])
+def test_invalid_logits_behind_drafts_end_the_request_as_without_drafts(
+    depth: int, at: int, groups: tuple[CacheGroup, ...]
+) -> None:
+    """Tokens before the invalid place are delivered, whether they were drawn in the same step or not."""
+    bench = Bench(
+        depth=depth, is_invalid=lambda key, position: key[0] == "bad" and position == at, groups=groups,
+        drafting=Drafting(device=DeviceDrafts(proposes=True)),
+        guess=lambda key, truth, position, count: truth[position : position + count],
+    )  # fmt: skip
+    for id in ("a", "bad", "b"):
+        bench.add(id, 6, 14)
+    bench.run()
+    bench.assert_right("a", "b")
+    bad = bench.sequences[("bad", 0)]
+    assert bad.finished is not None and bad.finished.reason == "error" and "NaN" in str(bad.finished.message)
+    assert bad.tokens == bench.device.truth("bad", 0).output[: at - 6]
+    assert bench.device.accepted > 4
+    bench.add("good", bench.device.sources["bad"].prompt, 4)
+    bench.run()
+    assert bench.started[-1].num_cached == 0, "what led there is cached"
 
 
 def test_blocks_that_led_to_nan_are_not_cached() -> None:

@@ -11,9 +11,10 @@ import pytest
 
 from quire.errors import CacheTooSmallError, SessionBusyError
 from quire.messages.caches import FULL, CacheGroup
-from quire.messages.plan import StepPlan
+from quire.messages.plan import MAX_WIDTH, StepPlan
 from quire.sessions.keeper import SessionKeeper
 from tests.scheduler.harness import Bench, MemoryDisk, ending, rng_of
+from tests.scheduler.proposals import Proposals
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,13 @@ class EngineShape:
     failure_rate: float = 0.0
     prefix_caching: bool = True
     groups: tuple[CacheGroup, ...] = (FULL,)
+    drafts: str = ""
+    """Where drafts come from: the device, the host, or both."""
+    most_drafts: int = MAX_WIDTH - 1
+    skill: float = 0.8
+    """The share of drafts that are right."""
+    verifies_with_prompts: bool = True
+    tunes: bool = False
 
 
 class SessionStorm:
@@ -38,11 +46,14 @@ class SessionStorm:
     def __init__(self, shape: EngineShape, folder: Path, seed: int) -> None:
         self.shape = shape
         self.rng = rng_of("sessions", seed)
+        proposals = Proposals(shape, seed)
         self.bench = Bench(
             shape.blocks, shape.block_size, shape.rows, shape.budget, depth=shape.depth, draws=ending,
             prefix_caching=shape.prefix_caching, fails=self._fails, host_slots=shape.host,
             disk=MemoryDisk(shape.disk, seed) if shape.disk else None, sessions=folder, groups=shape.groups,
+            drafting=proposals.drafting(), guess=proposals.guess, verifies_with_prompts=shape.verifies_with_prompts,
         )  # fmt: skip
+        proposals.bench = self.bench
         self.bench.device.keep_plans = False
         self.keeper: SessionKeeper = self.bench.core.sessions
         self.longest = shape.blocks * shape.block_size // 3
@@ -221,6 +232,41 @@ def test_sessions_over_several_cache_groups(kind: str, groups: str, tmp_path: Pa
     storm.longest = 40
     storm.run(120)
     assert storm.keeper.kv.suspended
+
+
+def with_drafts(shape: EngineShape, seed: int) -> EngineShape:
+    drafts = ("device", "host", "both")[seed % 3]
+    return replace(shape, drafts=drafts, most_drafts=1 + 3 * seed % 7, tunes=seed % 4 == 0)
+
+
+@pytest.mark.parametrize(("seed", "kind"), list(enumerate(WEATHERS)))
+def test_sessions_with_drafts(kind: str, seed: int, tmp_path: Path) -> None:
+    """Turns that verify drafts: a session's blocks hold what was accepted, and nothing else."""
+    storm = SessionStorm(with_drafts(WEATHERS[kind], seed), tmp_path, seed)
+    storm.run(150)
+    device = storm.bench.device
+    assert storm.keeper.kv.suspended and 0 < device.accepted < device.verified
+
+
+@pytest.mark.parametrize(("seed", "kind", "groups"), list(zip(range(30, 39), WEATHERS, [*GROUPS] * 3, strict=False)))
+def test_sessions_with_drafts_over_several_cache_groups(kind: str, groups: str, seed: int, tmp_path: Path) -> None:
+    shape = replace(WEATHERS[kind], groups=GROUPS[groups], blocks=WEATHERS[kind].blocks * 2)
+    storm = SessionStorm(with_drafts(shape, seed), tmp_path, seed)
+    storm.longest = 40
+    storm.run(80)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(40, 60))
+@pytest.mark.parametrize("kind", WEATHERS)
+def test_long_storms_of_sessions_with_drafts(kind: str, seed: int, tmp_path: Path) -> None:
+    shape = WEATHERS[kind]
+    if seed % 2:
+        groups = GROUPS[list(GROUPS)[seed // 2 % len(GROUPS)]]
+        shape = replace(shape, groups=groups, blocks=shape.blocks * 2)
+    storm = SessionStorm(with_drafts(shape, seed), tmp_path, seed)
+    storm.longest = min(storm.longest, 60)
+    storm.run(1500)
 
 
 @pytest.mark.slow

@@ -10,8 +10,10 @@ import pytest
 from quire.config import EngineConfig
 from quire.errors import CacheTooSmallError, ValidationError
 from quire.messages.caches import FULL, CacheGroup
-from quire.messages.plan import StepPlan
+from quire.messages.outputs import Key
+from quire.messages.plan import MAX_WIDTH, StepPlan
 from tests.scheduler.harness import Bench, MemoryDisk, ending, mixed, rng_of
+from tests.scheduler.proposals import Proposals
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,8 @@ class EngineShape:
     failure_rate: float = 0.0
     empty_rate: float = 0.0
     """Draws that yield no token."""
+    invalid_rate: float = 0.0
+    """Draws that are not possible: they end the request."""
     abort_rate: float = 0.05
     longest: int = 40
     tenants: tuple[str, ...] = ("",)
@@ -41,6 +45,13 @@ class EngineShape:
     """What the model's layers keep."""
     microbatches: bool = False
     """The device is a pipeline of as many stages as plans are in flight."""
+    drafts: str = ""
+    """Where drafts come from: the device, the host, or both."""
+    most_drafts: int = MAX_WIDTH - 1
+    skill: float = 0.7
+    """The share of drafts that are right."""
+    verifies_with_prompts: bool = True
+    tunes: bool = False
 
 
 class Storm:
@@ -49,13 +60,17 @@ class Storm:
     def __init__(self, shape: EngineShape, requests: int, seed: int) -> None:
         self.shape, self.left = shape, requests
         self.rng = rng_of("storm", seed)
+        self.seed = seed
+        proposals = Proposals(shape, seed)
         self.bench = Bench(
             shape.blocks, shape.block_size, shape.rows, shape.budget, shape.policy, shape.depth,
-            shape.prefix_caching, shape.chunked, ending, self._fails, self._yields_nothing,
+            shape.prefix_caching, shape.chunked, ending, self._fails, self._yields_nothing, self._is_invalid,
             config=shape.config, host_slots=shape.host,
             disk=MemoryDisk(shape.disk, seed) if shape.disk else None,
             microbatches=shape.depth + 1 if shape.microbatches else None, groups=shape.groups,
+            drafting=proposals.drafting(), guess=proposals.guess, verifies_with_prompts=shape.verifies_with_prompts,
         )  # fmt: skip
+        proposals.bench = self.bench
         self.bench.device.keep_plans = False
         self.cuts: dict[tuple[str, int], int] = {}
         """Sequences whose caller finds a stop string, and after how many tokens."""
@@ -64,7 +79,13 @@ class Storm:
         self.open: list[str] = []
         self.sequences: list[list[int]] = [[2 + mixed("stem", i) % 9 for i in range(200)]]
         self.refused = 0
+        self.invalid = 0
+        """Sequences that ended because of an invalid draw."""
         self.made = 0
+
+    def _is_invalid(self, key: Key, position: int) -> bool:
+        """Whether no token can be drawn there: the same whenever it is asked."""
+        return mixed("invalid", self.seed, *key, position) % 1000 < 1000 * self.shape.invalid_rate
 
     def run(self) -> None:
         while self.left:
@@ -174,6 +195,10 @@ class Storm:
             assert received.tokens == truth.output[: len(received.tokens)], f"{key} has wrong tokens"
             if reason == "abort":
                 assert key[0] in self.aborted
+            elif reason == "error" and "NaN" in str(received.finished.message):
+                at = next(i for i in range(len(truth.source.prompt), len(truth.tokens)) if self._is_invalid(key, i))
+                assert received.tokens == truth.tokens[len(truth.source.prompt) : at], f"{key} lost tokens"
+                self.invalid += 1
             elif reason == "error":
                 errors += 1
                 assert bench.device.failures[key[0]] >= 2, f"{key} ended with an error it had no part in"

@@ -66,8 +66,8 @@ class Device:
         device = torch.tensor(list(rows))
         longest = int(self.batch.num_tokens[device].max())
         logits = logits.clone()
-        self.sampler.adjust(logits, device, host, longest)
-        draws = self.sampler.draw(logits, device, host)
+        self.sampler.adjust(logits, device, self.batch.num_tokens[device], host, longest)
+        draws = self.sampler.draw(logits, device, self.batch.num_tokens[device], host)
         return draws.tokens.tolist(), draws.invalid.tolist()
 
 

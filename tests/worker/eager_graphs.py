@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from quire.worker import cuda_graphs
-from quire.worker.cuda_graphs import CapturedDecodePath, CapturedMixedPath
+from quire.worker.cuda_graphs import CapturedDecodePath, CapturedMixedPath, CapturedVerifyPath
 from quire.worker.worker import Worker
 
 
@@ -30,10 +30,10 @@ class _EagerPool:
 
 
 def run_graphs_eagerly(monkeypatch: pytest.MonkeyPatch, kinds: set[str]) -> set[tuple[bool, str]]:
-    """Captured paths of these kinds ("decode", "mixed") run in Triton's interpreter. Returns a list of what has run,
-    filled as it runs: (on the last pipeline stage, "decode step" or the like)."""
+    """Captured paths of these kinds ("decode", "verify", "mixed") run in Triton's interpreter. Returns a list of what
+    has run, filled as it runs: (on the last pipeline stage, "decode step" or the like)."""
     used: set[tuple[bool, str]] = set()
-    paths = {"decode": CapturedDecodePath, "mixed": CapturedMixedPath}
+    paths = {"decode": CapturedDecodePath, "verify": CapturedVerifyPath, "mixed": CapturedMixedPath}
     for kind, path in paths.items():
         if kind not in kinds:
             monkeypatch.setattr(path, "fit", lambda self, plan: None)

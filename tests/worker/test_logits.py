@@ -50,7 +50,9 @@ def test_penalties_equal_a_loop_over_tokens(seed: int) -> None:
         )
         device.add(row, params, prompt, output)
         expected.append(penalised(logits[row].tolist(), prompt, output, params))
-    ours = apply_penalties(device.batch, logits.clone(), torch.arange(4), int(device.batch.num_tokens.max()))
+    ours = apply_penalties(
+        device.batch, logits.clone(), torch.arange(4), device.batch.num_tokens[:4], int(device.batch.num_tokens.max())
+    )
     torch.testing.assert_close(ours, torch.tensor(expected), rtol=1e-5, atol=1e-5)
 
 
@@ -222,7 +224,9 @@ def test_nothing_waits_for_the_device() -> None:
     for rows in ([0], [0, 1]):
         logits = torch.zeros(len(rows), 40)
         with Waits() as waits:
-            device.sampler.adjust(logits, torch.tensor(rows), np.array(rows, np.int32), 4)
+            device.sampler.adjust(
+                logits, torch.tensor(rows), device.batch.num_tokens[rows], np.array(rows, np.int32), 4
+            )
         assert waits.found == []
         assert logits[0].isfinite().nonzero().flatten().tolist() == [1]
 

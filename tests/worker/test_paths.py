@@ -15,7 +15,6 @@ from quire.kernels.cpu.ops import CpuOps
 from quire.kernels.cpu.tape import TapeArena
 from quire.kernels.reference import TorchOps
 from quire.platforms.base import MemoryArena
-from quire.worker.paths import TapeDecodePath
 from tests.conftest import TINY_VOCAB, write_tiny_model
 
 needs_native = pytest.mark.skipif(library() is None, reason="needs a C++ compiler")
@@ -54,8 +53,8 @@ def test_replayed_steps_draw_the_same_tokens_as_eager_ones(tmp_path: Path, monke
     eager, _ = generate(folder, enforce_eager=True)
     assert replayed == eager
     assert len(made) == 1, "with enforce_eager nothing is recorded"
-    assert {shape.rows for shape, _ in made[0]._passes} == set(range(1, len(PROMPTS) + 1))
-    assert {shape.width for shape, _ in made[0]._passes} == {1}
+    assert {shape.rows for shape in made[0]._passes} == set(range(1, len(PROMPTS) + 1))
+    assert {shape.width for shape in made[0]._passes} == {1}
 
 
 @needs_native
@@ -109,12 +108,6 @@ def test_a_model_with_torch_operations_runs_eagerly(tmp_path: Path, monkeypatch:
             tokens = torch.cat([tokens, model(tokens).logits[:, -1:].argmax(-1)], dim=1)
     assert list(output.outputs[0].token_ids) == tokens[0, 3:].tolist()
     assert not made[0]._passes
-
-
-def test_several_queries_a_row_are_refused_by_name() -> None:
-    batch: Any = None
-    with pytest.raises(NotImplementedError, match="1 query token per row, got width 2"):
-        TapeDecodePath(batch, batch, TorchOps(), width=2)
 
 
 def test_the_reference_ops_are_not_recorded() -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from quire.worker.sampler import philox, uniform
+from quire.kernels.philox import philox, uniform
 
 # From Random123's kat_vectors: counter (4 words), key (2 words), result (4 words).
 KNOWN = [

@@ -42,6 +42,7 @@ class TransformersForCausalLM(nn.Module):
     """A causal language model of the transformers library."""
 
     supports_last_tokens = False
+    supports_features = False
     graph_safe: bool
     """Whether its steps can be captured."""
 

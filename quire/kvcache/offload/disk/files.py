@@ -1,20 +1,79 @@
-"""Files on disk: complete writes and reads, atomic replacement, and folders that one process owns."""
+"""Files on disk: complete writes and reads, atomic replacement, and folders that one process owns.
+
+They hold conversations: files and folders are private to the user that runs quire, and a link in place of a file is
+never followed.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import fcntl
+import logging
 import os
+import stat
 import threading
 from pathlib import Path
 
 from quire.errors import StoreInUseError, StoreUnavailableError
 
+logger = logging.getLogger(__name__)
+
 LOCK_NAME = "lock"
+FILE_MODE = 0o600
+FOLDER_MODE = 0o700
 
 _owned: dict[tuple[int, int], Path] = {}
 _owned_guard = threading.Lock()
+
+
+def open_new(path: Path) -> int:
+    """A descriptor of a new, empty, private file; what has this name is removed."""
+    path.unlink(missing_ok=True)
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE)
+
+
+def open_own(path: Path, create: bool = False) -> int:
+    """A descriptor of a file in a folder of ours. Raises if it is a link, or no plain file."""
+    # Without O_NONBLOCK, opening a pipe would wait.
+    flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | (os.O_CREAT if create else 0)
+    fd = os.open(path, flags, FILE_MODE)
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
+        os.close(fd)
+        raise OSError(errno.ELOOP, "a link or no plain file", str(path))
+    return fd
+
+
+def make_private(folder: Path) -> None:
+    """Create the folder, and folders above it as needed, or make what is in it private if other users may read it."""
+    for missing in reversed([path for path in (folder, *folder.parents) if not path.exists()]):
+        with contextlib.suppress(FileExistsError):
+            missing.mkdir(mode=FOLDER_MODE)
+    if not folder.is_dir():
+        raise FileExistsError(errno.EEXIST, "it is a file", str(folder))
+    if not folder.stat().st_mode & 0o077:
+        return
+    try:
+        for inside, folders, files in os.walk(folder):
+            for name in (*folders, *files):
+                _tighten(Path(inside, name))
+        folder.chmod(FOLDER_MODE)  # last: if this is interrupted, the next start does it again
+        logger.info("%s was readable by other users: it is private now", folder)
+    except OSError as error:
+        logger.warning("%s is readable by other users, and cannot be made private: %s", folder, error.strerror)
+
+
+def _tighten(path: Path) -> None:
+    status = path.lstat()
+    is_folder = stat.S_ISDIR(status.st_mode)
+    if not is_folder and not (stat.S_ISREG(status.st_mode) and status.st_nlink == 1):
+        return
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        os.fchmod(fd, FOLDER_MODE if is_folder else FILE_MODE)
+    finally:
+        os.close(fd)
 
 
 def write_all(fd: int, data: bytes | memoryview, offset: int) -> None:
@@ -55,7 +114,7 @@ def sync_folder(folder: Path) -> None:
 def write_then_rename(path: Path, data: bytes) -> None:
     """Replace the file at `path`: after a crash, as for a reader, it is entirely old or entirely new."""
     draft = path.with_name(path.name + ".new")
-    fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+    fd = open_new(draft)
     try:
         write_all(fd, data, 0)
         os.fsync(fd)
@@ -78,6 +137,7 @@ def unavailable(folder: Path, error: OSError) -> StoreUnavailableError:
         errno.EDQUOT: "this user's disk quota is used up",
         errno.ENOTDIR: "part of the path is a file",
         errno.EEXIST: "it is a file",
+        errno.ELOOP: f"{error.filename} is a link or no plain file; remove it",
     }.get(error.errno or 0, error.strerror or str(error))
     return StoreUnavailableError(f"{folder} cannot be written: {reason}. Choose a folder that can be written")
 
@@ -92,7 +152,7 @@ class FolderLock:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            make_private(folder)
             status = folder.stat()
         except OSError as error:
             raise unavailable(folder, error) from None
@@ -107,7 +167,7 @@ class FolderLock:
     def _lock(self) -> int:
         """Lock the lock file; returns its descriptor."""
         try:
-            fd = os.open(self.folder / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            fd = open_own(self.folder / LOCK_NAME, create=True)
         except OSError as error:
             raise unavailable(self.folder, error) from None
         try:

@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 from blake3 import blake3
 
-from quire.kvcache.offload.disk.files import read_into, reserve, write_all
+from quire.kvcache.offload.disk.files import make_private, open_new, open_own, read_into, reserve, write_all
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ class Segment:
     def create(cls, path: Path, identity: bytes, block_bytes: int, slots: int) -> Segment:
         """A new, empty file, all of it allocated on the disk. Leaves nothing behind if the disk is full."""
         draft = path.with_name(path.name + ".new")
-        fd = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+        fd = open_new(draft)
         try:
             reserve(fd, file_bytes(block_bytes, slots))
             write_all(fd, _header(identity, block_bytes, slots), 0)
@@ -82,7 +82,7 @@ class Segment:
     @classmethod
     def open(cls, path: Path, identity: bytes, block_bytes: int) -> Segment:
         """A file of an earlier run; a truncated one gets its length back."""
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        fd = open_own(path)
         try:
             head = os.pread(fd, HEADER.size, 0)
             slots = HEADER.unpack(head)[2] if len(head) == HEADER.size else 0
@@ -229,7 +229,7 @@ class SegmentFiles:
 
     def load(self) -> None:
         """Open the segments of earlier runs; remove other and damaged files from this model's folder."""
-        self.folder.mkdir(exist_ok=True)
+        make_private(self.folder)
         self._find_others()
         for path in sorted(self.folder.iterdir()):
             if path.suffix != ".kv" or not path.stem.isdigit():
