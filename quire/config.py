@@ -11,6 +11,7 @@ from typing import Any
 
 from quire import config_checks
 from quire.errors import ConfigError
+from quire.speculative.config import SpeculativeConfig
 
 DTYPES = ("auto", "float32", "float", "bfloat16", "float16", "half")
 KV_CACHE_DTYPES = (
@@ -233,6 +234,12 @@ class EngineConfig:
         "Seconds a schema, regex or grammar of structured_outputs may take to compile before its request is refused",
         "scheduling",
     )
+    max_tenant_grammars: int | None = option(
+        None,
+        "Most schemas, regexes and grammars of one tenant's requests, waiting to be compiled or in use; more requests "
+        "are refused (429). unset: 256 for AsyncLLM and the server, no limit for LLM",
+        "scheduling",
+    )
     scheduling_policy: str = option(
         "fcfs",
         "fcfs, priority (lowest value first, with ageing), fair (shares between tenants), or a dotted path",
@@ -256,6 +263,12 @@ class EngineConfig:
         "scheduling",
     )
 
+    speculative_config: Mapping[str, Any] | str | None = option(
+        None,
+        'Speculative decoding: vLLM\'s keys, as {"method": "ngram", "num_speculative_tokens": 5}; docs/speculative.md '
+        "has them all (JSON)",
+        "scheduling",
+    )
     step_timeout: int = option(
         300,
         "Seconds a step may take; a step that takes longer is logged and the engine exits. 0: no limit",
@@ -280,6 +293,11 @@ class EngineConfig:
         for name in ("logits_processors", "ray_env"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
         config_checks.check(self)
+
+    @property
+    def speculation(self) -> SpeculativeConfig | None:
+        """`speculative_config`, read and checked; None: no drafts."""
+        return None if self.speculative_config is None else SpeculativeConfig.parse(self.speculative_config)
 
     @property
     def executor_name(self) -> str:

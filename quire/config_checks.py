@@ -28,13 +28,14 @@ def check(config: EngineConfig) -> None:
     _check_experts(config)
     _check_invariant(config)
     _check_tenants(config)
+    _check_speculation(config)
 
 
 def _check_counts(config: EngineConfig) -> None:
     for name, least in (
         ("block_size", 1), ("max_num_seqs", 1), ("max_num_batched_tokens", 1), ("kv_cache_memory_bytes", 1),
         ("num_gpu_blocks_override", 1), ("pipeline_depth", 0), ("max_logprobs", -1),
-        ("step_timeout", 0), ("grammar_timeout", 1), ("ray_placement_timeout", 0),
+        ("step_timeout", 0), ("grammar_timeout", 1), ("max_tenant_grammars", 1), ("ray_placement_timeout", 0),
     ):  # fmt: skip
         if getattr(config, name) is not None:
             _check_integer(config, name, least)
@@ -243,6 +244,21 @@ def _check_tenants(config: EngineConfig) -> None:
             if not isinstance(tenant, str):
                 raise ConfigError(f"{name} must have tenant names as keys, got {tenant!r}", name, tenant)
             _check_tenant_value(name, tenant, value)
+
+
+def _check_speculation(config: EngineConfig) -> None:
+    speculation = config.speculation
+    if speculation is None:
+        return
+    # Other processes read it again: without the keys that have no effect, of which there was a warning.
+    object.__setattr__(config, "speculative_config", speculation.to_dict())
+    if speculation.has_model and config.pipeline_parallel_size > 1:
+        raise ConfigError(
+            f"speculative_config: method {speculation.method!r} needs the whole model on each rank, but "
+            f"pipeline_parallel_size is {config.pipeline_parallel_size}: use ngram or suffix",
+            "speculative_config",
+            config.speculative_config,
+        )
 
 
 def _check_tenant_value(name: str, tenant: str, value: object) -> None:

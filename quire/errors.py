@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
+import reprlib
 from typing import Any
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 60
+_SHORT.maxlevel, _SHORT.maxlist, _SHORT.maxdict = 2, 4, 4
+
+
+def short_repr(value: Any) -> str:
+    """A value as an error shows it. Costs little however large the value is: `repr` of a text of megabytes takes tenths
+    of a second."""
+    return _SHORT.repr(value)
 
 
 class QuireError(Exception):
@@ -66,6 +77,10 @@ class EngineDeadError(QuireError, RuntimeError):
     """The engine has been shut down, or has failed for good."""
 
 
+class OutOfResourcesError(QuireError, RuntimeError):
+    """The process or the system is out of file descriptors, processes, threads or memory. It may help to try again."""
+
+
 SHUT_DOWN = "the engine has been shut down; make a new one"
 """Message of every call after a shutdown."""
 
@@ -76,6 +91,10 @@ class ClusterError(QuireError, RuntimeError):
 
 class ReplicaDownError(EngineDeadError):
     """The replica that a call needs is down. Other replicas keep running."""
+
+
+class BusyError(QuireError, RuntimeError):
+    """There is too much of this work already; the same call may succeed later."""
 
 
 class StoreError(QuireError, RuntimeError):

@@ -7,16 +7,18 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from quire.engine.grammar.grammars import Grammars
+from quire.engine.grammar.grammars import Grammars, Unavailable
 from quire.engine.grammar.wire import DEAD_END
 from quire.engine.memory_map import map_memory
+from quire.engine.memory_watch import MemoryWatch
 from quire.engine.optional import NoGrammars, NoLockstep
-from quire.engine.stats import InfoLine, Metric, expert_metrics, scheduler_metrics
+from quire.engine.stats import InfoLine, Metric, expert_metrics, memory_metrics, scheduler_metrics
 from quire.engine.watchdog import Watchdog
 from quire.errors import (
     SHUT_DOWN,
     DeviceLostError,
     EngineDeadError,
+    OutOfResourcesError,
     RankLostError,
     StepError,
     StepMemoryError,
@@ -33,8 +35,6 @@ from quire.sessions.keeper import SessionKeeper
 
 logger = logging.getLogger(__name__)
 
-LEAST_BUDGET = 256
-"""Tokens. After running out of memory, steps are not made smaller than this: then a single request is the cause."""
 WAIT_SECONDS = 0.05
 """A step with nothing to do but wait for a grammar or the disk returns after this long."""
 NAMED_REQUESTS = 8
@@ -53,10 +53,13 @@ class EngineCore:
         step_timeout: float = 0,
         grammars: Grammars | None = None,
         make_sessions: Callable[[], SessionKeeper] | None = None,
+        memory: MemoryWatch | None = None,
     ) -> None:
         """`grammars`: constrain structured outputs; without them such requests are refused. `make_sessions`: called
-        when a session is used for the first time."""
+        when a session is used for the first time. `memory`: measures bytes; without it, steps that ran out of memory
+        are made smaller for a while."""
         self.scheduler = scheduler
+        self.memory = memory or MemoryWatch(scheduler)
         self._make_sessions = make_sessions
         self._grammars = grammars or NoGrammars()
         scheduler.requests.on_structured_end = self._grammars.forget
@@ -143,8 +146,11 @@ class EngineCore:
         """Launch the next step, then collect the oldest one once more than `pipeline_depth` are in flight."""
         if self._death and self.scheduler.unfinished:
             raise EngineDeadError(self._death)
+        self.memory.tick()
         if self._grammars.is_active:
             self._admit_compiled()
+            if not self._launched:
+                self._grammars.await_certain()
         plan = self.scheduler.schedule()
         if plan is not None:
             self._launch(plan)
@@ -195,6 +201,8 @@ class EngineCore:
         except StepError as error:
             self._recover(error, plan)
         else:
+            if self._grammars.is_active:
+                self._grammars.note_proposed(self.scheduler.draws_of(plan.step), result.drafts)
             self.scheduler.update(result)
             if self._grammars.is_active:
                 self._grammars.advance()
@@ -236,7 +244,8 @@ class EngineCore:
         """Requests whose grammar is compiled wait for a row; those whose grammar does not compile end with an error."""
         for request_id, refusal in self._grammars.poll():
             if refusal:
-                self.scheduler.abort(request_id, "error", refusal, ValidationError.__name__, "structured_outputs")
+                kind = OutOfResourcesError if isinstance(refusal, Unavailable) else ValidationError
+                self.scheduler.abort(request_id, "error", str(refusal), kind.__name__, "structured_outputs")
             else:
                 self.scheduler.end_compiling(request_id)
 
@@ -249,7 +258,7 @@ class EngineCore:
             self._collect()  # a mask depends on every token before it
         if not self._launched:
             return  # an earlier step has failed, and all requests start again
-        masks, late, failed = self._grammars.masks(plan.step, draws)
+        masks, late, failed = self._grammars.masks(plan, draws)
         for request in late:
             self.scheduler.await_mask(request)
         for request, message in failed:
@@ -275,7 +284,7 @@ class EngineCore:
             self._die(error, plan)
         logger.error("a step failed: %s; every request starts again from the tokens it has", error)
         if isinstance(error, StepMemoryError):
-            budget = self.scheduler.lower_budget(max(LEAST_BUDGET, plan.num_tokens // 2))
+            budget = self.memory.step_failed(plan.num_tokens)
             logger.warning("%s ran out of memory: steps have at most %d tokens now", self._describe(plan), budget)
         self.scheduler.reset(f"a step failed: {error}", plan.step)
 
@@ -313,7 +322,8 @@ class EngineCore:
     def metrics(self) -> list[Metric]:
         """The engine's metrics now."""
         experts = expert_metrics(self._executor.expert_counts(), self._executor.balance)
-        return [*scheduler_metrics(self.scheduler, self.compiling, self._grammars.compile_times), *experts]
+        scheduled = scheduler_metrics(self.scheduler, self.compiling, self._grammars.compile_times)
+        return [*scheduled, *memory_metrics(self.memory, self.scheduler.budget), *experts]
 
     def memory_map(self, block_bytes: int) -> MemoryMap:
         """The use of memory in every tier now. `block_bytes`: size of a block on the device."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from quire.errors import ValidationError
 from quire.messages.experts import Rebalanced
 from quire.messages.histogram import COMPILE_BOUNDS, Histogram
-from quire.messages.plan import StepMasks
+from quire.messages.outputs import Key
+from quire.messages.plan import StepMasks, StepPlan
 from quire.messages.request import NewRequest, Request
 
 
@@ -28,9 +29,18 @@ class NoGrammars:
 
     def wait(self, seconds: float, wakes: Sequence[int] = ()) -> None: ...
 
+    def note_proposed(self, draws: Sequence[Request], proposed: Sequence[list[int]]) -> None: ...
+
     def advance(self) -> None: ...
 
-    def masks(self, step: int, draws: Iterable[Request]) -> tuple[StepMasks, list[Request], list[tuple[Request, str]]]:
+    def await_certain(self) -> None: ...
+
+    def certain_drafts(self, key: Key) -> list[int] | None:
+        return None
+
+    def masks(
+        self, plan: StepPlan, draws: Sequence[Request]
+    ) -> tuple[StepMasks, list[Request], list[tuple[Request, str]]]:
         raise RuntimeError("there are no grammars to make masks from")
 
     def forget(self, request: Request, is_last: bool) -> None: ...

@@ -21,6 +21,7 @@ from quire.engine.device_split import limit_to_share
 from quire.engine.session_calls import SessionAnswer, SessionHandler
 from quire.errors import EngineDeadError, QuireError
 from quire.executor.child import apply_context, exit_with_peer, ignore_signals, load_context
+from quire.resource_limits import as_resource_error, raise_descriptor_limit
 
 if TYPE_CHECKING:
     from quire.config import EngineConfig
@@ -129,16 +130,20 @@ class EngineLoop:
         if isinstance(outcome, SessionAnswer):
             self._link.send(ipc.SessionReply(question, outcome))
             return
+        outcome = as_resource_error(outcome) or outcome
         if not isinstance(outcome, QuireError):
             logger.error("a session call failed", exc_info=outcome)
         self._link.send(ipc.SessionReply(question, refused=refusal(str(question), outcome)))
 
 
+TENANT_GRAMMARS = 256
+"""Default of max_tenant_grammars for an engine that serves many callers."""
 _MALFORMED = (ipc.MalformedRequestError, ipc.MalformedCallError)
 
 
 def refusal(request_id: str, error: Exception) -> ipc.RequestRefused:
     """An error as a message."""
+    error = as_resource_error(error) or error
     name = next(kind.__name__ for kind in type(error).__mro__ if kind not in _MALFORMED)
     return ipc.RequestRefused(request_id, name, str(error), getattr(error, "parameter", None))
 
@@ -146,6 +151,7 @@ def refusal(request_id: str, error: Exception) -> ipc.RequestRefused:
 def main(make: MakeEngine | None = None) -> int:
     """Run the process. `make`: builds another engine than the default one."""
     ignore_signals()
+    raise_descriptor_limit()
     sock = socket.socket(fileno=int(sys.argv[1]))
     sock.set_inheritable(False)
     exit_with_peer(sock)
@@ -208,16 +214,19 @@ def _make_default(
     from quire.scheduler.pacing import STREAM_STRETCH
 
     address = LockstepAddress(*lockstep) if config.steps_together else None
-    return make_engine(config, files, model, STREAM_STRETCH, address)
+    return make_engine(config, files, model, STREAM_STRETCH, address, TENANT_GRAMMARS)
 
 
 def _die(link: ipc.MessageLink, error: Exception) -> None:
-    """Send the reason and exit at once: cleaning up on a lost device may hang."""
+    """Send the reason and exit at once: cleaning up on a lost device may hang, but not that of temporary files."""
+    from quire.engine.tiers import remove_scratch
+
     if not isinstance(error, EngineDeadError):
         logger.error("the engine's loop failed", exc_info=error)
     message = str(error) if isinstance(error, EngineDeadError) else f"its loop failed: {type(error).__name__}: {error}"
     with contextlib.suppress(OSError):
         link.send(ipc.Died(message))
+    remove_scratch()
     os._exit(1)
 
 

@@ -12,6 +12,7 @@ from quire.engine.core import EngineCore
 from quire.engine.engine_info import EngineInfo
 from quire.engine.grammar.grammars import Grammars
 from quire.engine.grammar.wire import ForkServerSpec
+from quire.engine.memory_watch import MemoryWatch, StepMemory, give_back_heap
 from quire.engine.tiers import kv_fingerprint, make_sessions, make_tiers, stored_dtype
 from quire.errors import ConfigError
 from quire.executor.base import ExecutorSpec, StepLimits
@@ -21,12 +22,17 @@ from quire.kvcache.block_tables import BlockTables
 from quire.kvcache.prefix_cache import ContentKeys
 from quire.loading.files import ModelFiles
 from quire.loading.model_config import ModelConfig
+from quire.messages.plan import MAX_WIDTH
+from quire.messages.speculation import DeviceDrafts
 from quire.platforms.base import Platform
+from quire.scheduler.drafting import Drafting
 from quire.scheduler.pacing import Pacer
 from quire.scheduler.policies.registry import make_policy
 from quire.scheduler.prefix_groups import PrefixGroups
 from quire.scheduler.scheduler import Scheduler
 from quire.sessions.keeper import SessionKeeper
+from quire.speculative.registry import make_host_proposer
+from quire.speculative.resolve_draft import resolve_draft
 from quire.worker.sensitivity import resolve_auto
 
 logger = logging.getLogger(__name__)
@@ -54,16 +60,17 @@ def make_engine(
     model: ModelConfig,
     default_stretch: float = math.inf,
     lockstep: LockstepAddress | None = None,
+    default_grammars: int | None = None,
 ) -> tuple[EngineCore, EngineInfo]:
     """Load the model, size the cache, and assemble the loop.
 
-    `default_stretch`: `max_step_stretch` if the configuration leaves it unset. `lockstep`: this engine among those that
-    share the experts.
+    `default_stretch`, `default_grammars`: `max_step_stretch` and `max_tenant_grammars` if the configuration leaves them
+    unset. `lockstep`: this engine among those that share the experts.
     """
     begin = time.monotonic()
     backend = executor_backend(config)
     platform = backend.choose_platform(config)
-    config = resolve_auto(config, files, model, platform)
+    config = resolve_draft(resolve_auto(config, files, model, platform))
     longest = model_len(config, model)
     rows, tokens = budgets(config, platform, longest)
     limits = StepLimits(longest, rows, tokens)
@@ -80,20 +87,31 @@ def make_engine(
 
     stages = config.pipeline_parallel_size
     depth = _pipeline_depth(config, platform)
+    most_grammars = config.max_tenant_grammars or default_grammars
+    grammars = Grammars(_fork_server_spec(config, files, model, rows), config.grammar_timeout, most_grammars)
     scheduler = Scheduler(
         tables, make_policy(config.scheduling_policy, config), keys, rows, tokens, config.enable_chunked_prefill,
         groups=PrefixGroups(config.block_size) if started.reads_groups else None,
         pacer=_pacer(config, default_stretch), tiers=tiers, sessions=None if config.kv_disk is None else keeper(),
         microbatches=None if stages == 1 else depth + 1,
+        drafting=_make_drafting(config, started.drafts, grammars, model.vocab_size),
     )  # fmt: skip
-    grammars = Grammars(_fork_server_spec(config, files, model, rows), config.grammar_timeout)
     executor = started.executor
     if config.record is not None:
         executor = RecordingExecutor(
             executor, config, files, max_model_len=longest, max_num_seqs=rows, max_num_batched_tokens=tokens,
             num_blocks=memory.num_blocks, cache_bytes=memory.cache, device=started.device, dtype=started.dtype,
         )  # fmt: skip
-    core = EngineCore(scheduler, executor, depth, not config.disable_log_stats, config.step_timeout, grammars, keeper)
+    steps = StepMemory(memory.room, memory.activations, memory.step_tokens)
+
+    def trim() -> None:
+        grammars.drop_idle()
+        give_back_heap()
+
+    watch = MemoryWatch(scheduler, executor.memory_use, steps, trim)
+    core = EngineCore(
+        scheduler, executor, depth, not config.disable_log_stats, config.step_timeout, grammars, keeper, watch
+    )
     cache_tokens = min(tables.tokens_in(tables.pool.capacity), MOST_TOKENS)
     info = EngineInfo(
         files=files,
@@ -142,6 +160,24 @@ def _fork_server_spec(config: EngineConfig, files: ModelFiles, model: ModelConfi
         end_ids=[],
         rows=rows,
         memory_bytes=MATCHER_BYTES,
+        places=1 if config.speculation is None else MAX_WIDTH,
+    )
+
+
+def _make_drafting(config: EngineConfig, device: DeviceDrafts, grammars: Grammars, vocab_size: int) -> Drafting | None:
+    """Where drafts come from, and how many a decode verifies; None: no drafts."""
+    speculation = config.speculation
+    if speculation is None:
+        return None
+    return Drafting(
+        speculation.most_drafts,
+        host=make_host_proposer(speculation, config.pipeline_parallel_size),
+        device=device,
+        tunes=speculation.tune,
+        most_rows=speculation.disable_by_batch_size,
+        longest=speculation.max_model_len,
+        certain=grammars.certain_drafts,
+        vocab_size=vocab_size,
     )
 
 

@@ -7,9 +7,11 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from quire.engine.memory_watch import MemoryWatch
 from quire.executor.expert_balance import ExpertBalance
 from quire.messages.histogram import Histogram
 from quire.messages.metric_table import SPECS
+from quire.scheduler.drafting import Drafting
 from quire.scheduler.scheduler import Scheduler
 from quire.sessions.keeper import SessionKeeper
 
@@ -57,6 +59,8 @@ class InfoLine:
             stats.preemptions,
             100 * stats.waste,
         )
+        if scheduler.drafting is not None:
+            logger.info("%s", scheduler.drafting.describe())
         self._restart(now)
 
 
@@ -113,14 +117,73 @@ def scheduler_metrics(scheduler: Scheduler, compiling: int, compile_times: Histo
         values |= {"sessions_slept": sessions.kv.suspended, "sessions_dropped": sessions.kv.dropped}
         values |= {"sessions": len(sessions.store), "sessions_on_device": sessions.kv.num_on_device}
     return [
-        *(Metric(f"quire:{name}", SPECS[name].kind, value) for name, value in values.items()),
+        *(_metric(name, value) for name, value in values.items()),
         _histogram("iteration_tokens_total", stats.step_tokens),
         _histogram("grammar_compile_seconds", compile_times),
+        *(() if scheduler.drafting is None else draft_metrics(scheduler.drafting)),
     ]
+
+
+def _metric(name: str, value: float, series: Mapping[str, float] | None = None) -> Metric:
+    """A counter or a gauge; `series`: its values by its only label."""
+    labelled = tuple(((label,), float(part)) for label, part in (series or {}).items())
+    return Metric(f"quire:{name}", SPECS[name].kind, value, series=labelled)
+
+
+def memory_metrics(memory: MemoryWatch, budget: int) -> list[Metric]:
+    """Bytes in use and what was done about them. `budget`: the most tokens of a step now."""
+    memory.look()  # an idle engine makes no steps
+    values = {
+        "memory_used_device": memory.device_used,
+        "memory_used_host": memory.host_used,
+        "memory_pressure_device": memory.device_level,
+        "memory_pressure_host": memory.host_level,
+        "step_token_budget": budget,
+        "steps_out_of_memory": memory.failed,
+        "step_budget_lowered": memory.lowered,
+        "step_budget_raised": memory.raised,
+        "memory_trims": memory.trimmed,
+    }
+    return [Metric(f"quire:{name}", SPECS[name].kind, value) for name, value in values.items()]
 
 
 def _histogram(name: str, values: Histogram) -> Metric:
     return Metric(f"quire:{name}", "histogram", values.total, values.bounds, tuple(values.counts))
+
+
+def draft_metrics(drafting: Drafting) -> list[Metric]:
+    """What speculation has done so far; with a tuner, also what it chose last and from what. The value of
+    `quire:spec_decode_acceptance_rate` is that of the first draft, of `quire:spec_decode_step_seconds` that of a step
+    without drafts."""
+    stats, most = drafting.stats, drafting.most
+    accepted = {str(place): count for place, count in enumerate(stats.accepted_by_place[:most].tolist())}
+    decodes = {str(drafts): count for drafts, count in enumerate(stats.chosen[: most + 1].tolist())}
+    without = {"excluded": stats.excluded, "unavailable": stats.unavailable, "unprofitable": stats.unprofitable}
+    metrics = [
+        _metric("spec_decode_num_drafts", stats.draws),
+        _metric("spec_decode_num_draft_tokens", stats.tokens),
+        _metric("spec_decode_num_accepted_tokens", stats.accepted),
+        _metric("spec_decode_num_accepted_tokens_per_pos", stats.accepted, accepted),
+        _metric("spec_decode_decodes", sum(decodes.values()), decodes),
+        _metric("spec_decode_decodes_without_drafts", sum(without.values()), without),
+    ]
+    if (choice := drafting.last_choice()) is None or drafting.tuner is None:
+        return metrics
+    rates = {str(place): rate for place, rate in enumerate(choice.acceptance)}
+    seconds = {str(drafts): time for drafts, time in enumerate(choice.seconds)}
+    metrics += [
+        _metric("spec_decode_probes", drafting.tuner.probes),
+        _metric("spec_decode_drafts_per_decode", choice.drafts),
+        _metric("spec_decode_expected_tokens_per_decode", choice.tokens),
+        _metric("spec_decode_acceptance_rate", rates["0"], rates),
+    ]
+    if seconds:
+        metrics += [
+            _metric("spec_decode_step_seconds", seconds["0"], seconds),
+            _metric("spec_decode_draft_cost", choice.draft_cost),
+            _metric("spec_decode_proposal_cost", choice.proposal_cost),
+        ]
+    return metrics
 
 
 def expert_metrics(counts: Mapping[int, Sequence[int]], balance: ExpertBalance | None = None) -> list[Metric]:

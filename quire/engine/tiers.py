@@ -73,6 +73,16 @@ def make_tiers(
     return tiers
 
 
+_scratch: list[tempfile.TemporaryDirectory[str]] = []
+"""Folders of this process's sessions that end with it."""
+
+
+def remove_scratch() -> None:
+    """Remove what this process wrote to temporary folders: it is about to exit without cleaning up."""
+    for folder in _scratch:
+        folder.cleanup()
+
+
 def make_sessions(
     config: EngineConfig, model: ModelConfig, fingerprint: bytes, tables: BlockTables, keys: ContentKeys,
     tiers: OffloadManager | None,
@@ -82,6 +92,7 @@ def make_sessions(
     scratch = None
     if config.kv_disk is None:
         scratch = tempfile.TemporaryDirectory(prefix="quire-sessions-", ignore_cleanup_errors=True)
+        _scratch.append(scratch)
         store = SessionStore.open(scratch.name)
     else:
         folder = Path(config.kv_disk).expanduser() / "sessions"
@@ -94,5 +105,6 @@ def make_sessions(
         logger.info("%d sessions in %s", len(store), store.folder)
     kv = SessionKV(tables, keys, store, fingerprint, tiers, pinned)
     return SessionKeeper(
-        store, kv, tiers, config.session_idle_seconds, token_fingerprint=tokens_fingerprint(model), scratch=scratch
-    )
+        store, kv, tiers, config.session_idle_seconds, token_fingerprint=tokens_fingerprint(model),
+        vocab_size=model.vocab_size, scratch=scratch,
+    )  # fmt: skip

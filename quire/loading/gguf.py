@@ -54,6 +54,8 @@ class GGUFCheckpoint:
             if is_flat(info.name) and len(info.shape) == 1:
                 info = replace(info, shape=(1, *info.shape))
             shape = info.shape[::-1] if flip else info.shape
+            if name in self._weights:
+                raise CheckpointError(f"{path}: two tensors are {name}: one is {info.name!r}")
             self._weights[name] = GGUFWeight(name, shape, info, order, flip, file, addend(family, info.name))
 
     def __iter__(self) -> Iterator[GGUFWeight]:

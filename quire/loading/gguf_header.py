@@ -8,6 +8,7 @@ checked against the file's size before it is used.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import mmap
 import os
@@ -254,6 +255,10 @@ class _Reader:
             tensors[tensor.name] = TensorInfo(
                 tensor.name, tensor.shape, tensor.kind, base + tensor.start, tensor.nbytes
             )
+        in_order = sorted(tensors.values(), key=lambda tensor: tensor.start)
+        for one, following in itertools.pairwise(in_order):
+            if following.start < one.start + one.nbytes:
+                raise self.error(f"the tensors {one.name!r} and {following.name!r} overlap at byte {following.start:,}")
         return tensors
 
 

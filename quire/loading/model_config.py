@@ -14,6 +14,7 @@ from typing import Any
 from blake3 import blake3
 
 from quire.errors import CheckpointError, ModelNotFoundError, QuireError, UnsupportedModelError, ValidationError
+from quire.loading.config_fields import DTYPES, check_fields
 from quire.loading.files import ModelFiles, read_json
 
 
@@ -235,7 +236,8 @@ def positive_integer(raw: Mapping[str, Any], *names: str) -> int:
 
 
 def _dtype_name(value: Any) -> str | None:
-    return None if value is None else str(value).removeprefix("torch.")
+    name = None if value is None else str(value).removeprefix("torch.")
+    return name if name is None else DTYPES.get(name, name)
 
 
 def _kv_heads(raw: Mapping[str, Any]) -> int | None:
@@ -320,6 +322,7 @@ def read_model_config(files: ModelFiles, hf_overrides: Mapping[str, Any] | None 
     """The model's configuration. `hf_overrides` replaces fields of config.json first."""
     raw = {**read_raw_config(files), **(hf_overrides or {})}
     _check_limits(files, raw)
+    check_fields(raw, files.path)
     try:
         try:
             return ModelConfig.from_dict(raw)

@@ -1,10 +1,13 @@
-"""Checks that grammars support a JSON schema or regular expression; keywords they would ignore are refused by name."""
+"""Checks that grammars support a JSON schema or a structural tag; keywords they would ignore are refused by name."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from typing import Any
 
 from quire.errors import ValidationError
+from quire.messages.grammar_syntax import MAX_COUNT, check_grammar, check_json_pattern, plain_regex
 
 MAX_DEPTH = 64
 MAX_SCHEMAS = 10_000
@@ -26,6 +29,23 @@ _CONSTRAINTS = frozenset(
         "minLength", "maxLength",
     )
 )  # fmt: skip
+_COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
+_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+_NEEDS_TYPE = {
+    **dict.fromkeys((*_BOUNDS, "multipleOf"), "number"),
+    **dict.fromkeys(("minLength", "maxLength", "pattern"), "string"),
+    **dict.fromkeys(("minItems", "maxItems"), "array"),
+    **dict.fromkeys(("minProperties", "maxProperties", "patternProperties", "propertyNames"), "object"),
+}
+"""A grammar ignores these in a schema without a type…"""
+_IMPLIES_TYPE = frozenset(
+    (*_CHOOSERS, "type", "enum", "const", "properties", "additionalProperties", "unevaluatedProperties", "required",
+     "items", "prefixItems")
+)  # fmt: skip
+"""…unless it has one of these."""
+MAX_MULTIPLE = 1024
+"""The largest `multipleOf` that a grammar keeps."""
+_INT64 = range(-(2**63), 2**63)
 
 
 def check_schema(root: dict[str, Any]) -> None:
@@ -72,6 +92,9 @@ def _check_one(schema: dict[str, Any], path: str, root: dict[str, Any]) -> None:
     if schema.get("uniqueItems") is True:
         raise _refused(f"{where} uses 'uniqueItems', which is not supported")
     _check_chooser(schema, where, root)
+    if not path.endswith("/propertyNames"):  # names are strings
+        _check_type(schema, where)
+    _check_numbers(schema, where)
     _check_required(schema, where)
     if not isinstance(schema.get("format", ""), str):
         raise _refused(f"{where} has a 'format' that is not a string")
@@ -119,6 +142,64 @@ def _resolves(reference: Any, root: Any) -> bool:
     return True
 
 
+def _check_type(schema: dict[str, Any], where: str) -> None:
+    if _IMPLIES_TYPE.isdisjoint(schema):
+        for name, kind in _NEEDS_TYPE.items():
+            if name in schema:
+                raise _refused(
+                    f'{where} uses {name!r} without a \'type\', which is not supported; add "type": "{kind}"'
+                )
+
+
+def _check_numbers(schema: dict[str, Any], where: str) -> None:
+    for name in _COUNTS:
+        value = schema.get(name, 0)
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_COUNT:
+            raise _refused(f"{where} has {name} = {_shown(value)}: it must be an integer from 0 to {MAX_COUNT}")
+    for name in (*_BOUNDS, "multipleOf"):
+        value = schema.get(name, 0)
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not is_number or (isinstance(value, float) and not math.isfinite(value)):
+            raise _refused(f"{where} has {name} = {_shown(value)}: it must be a finite number")
+    if "multipleOf" in schema:
+        _check_multiple(schema, where)
+    for value in _scalars([schema.get("enum"), schema.get("const")]):
+        if isinstance(value, int) and value not in _INT64:
+            raise _refused(f"{where} has the value {_shown(value)}; integers of at most 64 bits are supported")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise _refused(f"{where} has a value that is too large for a number")
+
+
+def _check_multiple(schema: dict[str, Any], where: str) -> None:
+    value, kind = schema["multipleOf"], schema.get("type")
+    kinds = kind if isinstance(kind, list) else [kind]
+    if "number" in kinds or value not in range(1, MAX_MULTIPLE + 1):
+        raise _refused(
+            f"{where} has multipleOf = {_shown(value)}; supported are whole numbers from 1 to {MAX_MULTIPLE}, for type "
+            "'integer'"
+        )
+    if beside := next((name for name in _BOUNDS if name in schema), None):
+        raise _refused(f"{where} uses 'multipleOf' and {beside!r} together, which is not supported")
+
+
+def _scalars(value: Any) -> Iterator[Any]:
+    """The values inside lists and objects."""
+    queue = [value]
+    while queue:
+        value = queue.pop()
+        if isinstance(value, (list, dict)):
+            queue += value if isinstance(value, list) else value.values()
+        else:
+            yield value
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, int) and value.bit_length() > 128:
+        return f"an integer of {value.bit_length()} bits"
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
 def _check_required(schema: dict[str, Any], where: str) -> None:
     required = schema.get("required", [])
     if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
@@ -132,69 +213,36 @@ def _refused(what: str) -> ValidationError:
     return ValidationError(f"structured_outputs.json: {what}", "structured_outputs.json")
 
 
-# Regular expressions
-
-_ESCAPES = frozenset("dDwWsStnrfv0xu")
-"""Letters and digits with a meaning after a backslash. Punctuation stands for itself."""
+# Structural tags
 
 
-def plain_regex(pattern: str) -> str:
-    """The pattern for a whole output: without anchors, and with a dot that matches no line break."""
-    return "".join(_pieces(pattern))
+def check_structural_tag(tag: dict[str, Any]) -> None:
+    """Raise if a schema, pattern, grammar or count inside a tag would be read as something else."""
+    queue: list[Any] = [tag]
+    while queue:
+        part = queue.pop()
+        if isinstance(part, dict):
+            _check_tag_part(part)
+            queue += [value for name, value in part.items() if name not in ("json_schema", "schema")]
+        elif isinstance(part, list):
+            queue += part
 
 
-def check_json_pattern(pattern: object) -> None:
-    """Raise ValueError if a string generated for this pattern, in quotes, might not be JSON or might not match."""
-    if not isinstance(pattern, str):
-        raise ValueError("a pattern is a string")
-    for piece in _pieces(pattern):
-        if piece in ('"', "\\\\", '\\"', "\\n", "\\r", "\\t", "\\f", "\\v", "\\0") or piece < " ":
-            raise ValueError(f"{piece!r} would have to be escaped in JSON, which is not supported in patterns")
-
-
-def _pieces(pattern: str) -> list[str]:
-    """Characters, escapes and classes, as a grammar takes them; anchors around a whole alternative are left out."""
-    pieces: list[str] = []
-    at, depth, end = 0, 0, len(pattern)
-    begins = True
-    while at < end:
-        char = pattern[at]
-        piece = char
-        if char == "\\":
-            piece = _escape(pattern, at)
-        elif char == "[":
-            piece = _class(pattern, at)
-        at += len(piece)
-        if char == "^":
-            if depth or not begins:
-                raise ValueError("'^' is supported only at the beginning of an alternative outside parentheses")
-            continue
-        if char == "$":
-            if depth or not (at == end or pattern[at] == "|"):
-                raise ValueError("'$' is supported only at the end of an alternative outside parentheses")
-            continue
-        depth += (char == "(") - (char == ")")
-        begins = char == "|"
-        pieces.append("[^\\n]" if char == "." else piece)
-    return pieces
-
-
-def _escape(pattern: str, at: int) -> str:
-    following = pattern[at + 1 : at + 2]
-    if not following:
-        raise ValueError("it ends in a backslash")
-    if following.isalnum() and following not in _ESCAPES:
-        raise ValueError(f"'\\{following}' is not supported")
-    return pattern[at : at + 2]
-
-
-def _class(pattern: str, at: int) -> str:
-    end = at + 1 + pattern.startswith("^", at + 1)
-    end += pattern.startswith("]", end)  # the first character stands for itself
-    while end < len(pattern) and pattern[end] != "]":
-        if pattern.startswith("[:", end):
-            raise ValueError("named classes such as [:alpha:] are not supported")
-        end += len(_escape(pattern, end)) if pattern[end] == "\\" else 1
-    if end >= len(pattern):
-        raise ValueError("a '[' is not closed")
-    return pattern[at : end + 1]
+def _check_tag_part(part: dict[str, Any]) -> None:
+    kind = part.get("type")
+    try:
+        if kind == "regex" and isinstance(pattern := part.get("pattern"), str):
+            plain_regex(pattern)
+        elif kind == "grammar" and isinstance(grammar := part.get("grammar"), str):
+            check_grammar(grammar)
+        elif kind == "repeat":
+            for end, least in (("min", 0), ("max", -1)):
+                if isinstance(count := part.get(end, 0), int) and not least <= count <= MAX_COUNT:
+                    raise ValueError(f"a repeat has {end} = {_shown(count)}: it must be {least} to {MAX_COUNT}")
+        for schema in (part.get("json_schema"), part.get("schema")):
+            if isinstance(schema, dict):
+                check_schema(schema)
+    except ValueError as error:
+        name = "structured_outputs.structural_tag"
+        reason = str(error).removeprefix("structured_outputs.json: ")
+        raise ValidationError(f"{name}: {reason}", name) from None

@@ -105,6 +105,32 @@ ENGINE_METRICS = (
     _gauge("pressure_host", "Watermarks exceeded by owned blocks in host memory: 0, 1 or 2", merge="max", is_ours=True),
     _gauge("pressure_disk", "Watermarks exceeded by owned blocks on disk: 0, 1 or 2", merge="max", is_ours=True),
     _counter("admissions_slowed", "Steps in which admission was held back by cache pressure", is_ours=True),
+    _gauge(
+        "memory_used_device",
+        "Share of the device's memory in use, of what weights and KV cache leave, as if the largest step were running",
+        merge="max",
+        is_ours=True,
+    ),
+    _gauge("memory_used_host", "Share of the machine's (or container's) memory in use", merge="max", is_ours=True),
+    _gauge(
+        "memory_pressure_device",
+        "Thresholds (90%, 95%) exceeded by memory_used_device: 0, 1 or 2",
+        merge="max",
+        is_ours=True,
+    ),
+    _gauge(
+        "memory_pressure_host",
+        "Thresholds (90%, 95%) exceeded by memory_used_host: 0, 1 or 2",
+        merge="max",
+        is_ours=True,
+    ),
+    _gauge(
+        "step_token_budget", "Most tokens of a step now; below max_num_batched_tokens if memory is short", is_ours=True
+    ),
+    _counter("steps_out_of_memory", "Steps that failed because the device's memory ran out", is_ours=True),
+    _counter("step_budget_lowered", "Times steps were made smaller because memory was short", is_ours=True),
+    _counter("step_budget_raised", "Times steps were made larger again", is_ours=True),
+    _counter("memory_trims", "Times unused heap and idle grammars were given back", is_ours=True),
     _gauge("sessions", "Sessions that exist", is_ours=True),
     _gauge("sessions_on_device", "Sessions with a running turn or with blocks on the device", is_ours=True),
     _counter("sessions_slept", "Times a session was suspended from the device", is_ours=True),
@@ -127,6 +153,65 @@ ENGINE_METRICS = (
     ),
 )
 """Reported by the engine when /metrics is read. They restart at zero with the engine."""
+
+SPECULATION_METRICS = (
+    _counter("spec_decode_num_drafts", "Draws that verified drafts"),
+    _counter("spec_decode_num_draft_tokens", "Drafts that were verified"),
+    _counter("spec_decode_num_accepted_tokens", "Drafts that were accepted"),
+    _counter(
+        "spec_decode_num_accepted_tokens_per_pos", "Drafts that were accepted, by their place in the draw", "position"
+    ),
+    _counter("spec_decode_decodes", "Decodes by the number of drafts chosen for them", "drafts", is_ours=True),
+    _counter(
+        "spec_decode_decodes_without_drafts",
+        "Decodes without drafts by reason: they may have none (excluded), there were none (unavailable), or they were "
+        "not expected to pay (unprofitable)",
+        "reason",
+        is_ours=True,
+    ),
+    _counter(
+        "spec_decode_probes",
+        "Decodes with drafts that were not expected to pay, to find out whether that has changed",
+        is_ours=True,
+    ),
+    _gauge(
+        "spec_decode_drafts_per_decode", "Drafts of a decode in the last step, on average", merge="mean", is_ours=True
+    ),
+    _gauge(
+        "spec_decode_expected_tokens_per_decode",
+        "Tokens that a decode of that step is expected to yield",
+        merge="mean",
+        is_ours=True,
+    ),
+    _gauge(
+        "spec_decode_acceptance_rate",
+        "Share of drafts at a place that are expected to be accepted if all before them are",
+        "position",
+        merge="mean",
+        is_ours=True,
+    ),
+    _gauge(
+        "spec_decode_step_seconds",
+        "Expected time of a step with as many decodes as the last, by drafts of each decode",
+        "drafts",
+        merge="mean",
+        is_ours=True,
+    ),
+    _gauge(
+        "spec_decode_draft_cost",
+        "Share of the time of a step without drafts that a draft for every decode costs",
+        merge="mean",
+        is_ours=True,
+    ),
+    _gauge(
+        "spec_decode_proposal_cost",
+        "Share of the time of a step without drafts that it takes to make a draft for every decode on the device",
+        merge="mean",
+        is_ours=True,
+    ),
+)
+"""Reported by an engine with `speculative_config`, from the probes on only if it tunes itself. Without it none is
+shown."""
 
 INTERNAL_METRICS = (_gauge("num_requests_deferred", "Sequences that wait for their grammar"),)
 """Reported by the engine; /metrics shows them within another metric."""
@@ -194,7 +279,7 @@ REQUEST_METRICS = (
 )
 """Histograms of whole requests count those that finished by stop or length."""
 
-ALL_METRICS = (*REQUEST_METRICS, *ENGINE_METRICS, *ROUTER_METRICS, *SERVER_METRICS)
+ALL_METRICS = (*REQUEST_METRICS, *ENGINE_METRICS, *SPECULATION_METRICS, *ROUTER_METRICS, *SERVER_METRICS)
 """What /metrics shows."""
 
 SPECS = {spec.name: spec for spec in (*ALL_METRICS, *INTERNAL_METRICS)}

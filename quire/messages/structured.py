@@ -7,8 +7,9 @@ from typing import Any
 
 import msgspec
 
-from quire.errors import ValidationError
-from quire.messages.grammar_support import check_schema, plain_regex
+from quire.errors import ValidationError, short_repr
+from quire.messages.grammar_support import check_schema, check_structural_tag
+from quire.messages.grammar_syntax import check_grammar, plain_regex
 
 KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 MAX_CHARACTERS = 1 << 18
@@ -39,7 +40,7 @@ class StructuredOutputsParams(msgspec.Struct, omit_defaults=True, frozen=True):
     after: str | None = None
     """The form applies after this text in the output (`</think>`); what comes before it is free."""
     is_checked: bool = False
-    """Set once the schema is checked: the engine's process does not check it again."""
+    """Set once the form is checked: the engine's process does not check it again."""
 
     def __post_init__(self) -> None:
         given = [name for name in KINDS if getattr(self, name) is not None]
@@ -75,8 +76,7 @@ class StructuredOutputsParams(msgspec.Struct, omit_defaults=True, frozen=True):
                 return
             text, parsed = _json_text(kind, value)
             msgspec.structs.force_setattr(self, kind, text)
-            if kind == "json":
-                check_schema(parsed)
+            (check_schema if kind == "json" else check_structural_tag)(parsed)
             msgspec.structs.force_setattr(self, "is_checked", True)
         elif kind == "choice":
             _check_choice(value)
@@ -84,10 +84,10 @@ class StructuredOutputsParams(msgspec.Struct, omit_defaults=True, frozen=True):
         elif kind == "json_object":
             if value is not True:
                 raise _invalid(kind, "true, or left out", value)
-        else:
+        elif not (self.is_checked and isinstance(value, str)):
             _check_text(kind, value, MAX_CHARACTERS)
-            if kind == "regex":
-                _check_regex(value)
+            _check_syntax(kind, value)
+            msgspec.structs.force_setattr(self, "is_checked", True)
 
 
 def _check_text(name: str, value: Any, longest: int) -> None:
@@ -106,13 +106,13 @@ def _check_choice(value: Any) -> None:
         raise _too_long("choice", length, MAX_CHARACTERS)
 
 
-def _check_regex(value: str) -> None:
-    if "\0" in value:
+def _check_syntax(kind: str, value: str) -> None:
+    if kind == "regex" and "\0" in value:
         raise _invalid("regex", "without a NUL character", value)
     try:
-        plain_regex(value)
+        (plain_regex if kind == "regex" else check_grammar)(value)
     except ValueError as error:
-        raise ValidationError(f"structured_outputs.regex: {error}", "structured_outputs.regex", value) from error
+        raise ValidationError(f"structured_outputs.{kind}: {error}", f"structured_outputs.{kind}", value) from error
 
 
 def _json_text(name: str, value: Any) -> tuple[str, dict[str, Any]]:
@@ -137,10 +137,8 @@ def _json_text(name: str, value: Any) -> tuple[str, dict[str, Any]]:
 
 
 def _invalid(name: str, wanted: str, value: Any) -> ValidationError:
-    shown = repr(value)
-    shown = shown if len(shown) <= 80 else shown[:77] + "..."
     return ValidationError(
-        f"structured_outputs.{name} must be {wanted}, got {shown}", f"structured_outputs.{name}", value
+        f"structured_outputs.{name} must be {wanted}, got {short_repr(value)}", f"structured_outputs.{name}", value
     )
 
 

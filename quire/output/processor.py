@@ -93,6 +93,8 @@ class OutputProcessor:
         for key in outputs.preempted:
             if (tracked := self._open.get(key[0])) is not None:
                 tracked.metrics.preemptions += 1
+        if outputs.drafts is not None:
+            self._note_drafts(outputs.keys, outputs.drafts, outputs.counts or [])
         for key, prompt_logprobs in outputs.prompt_logprobs:
             if (tracked := self._open.get(key[0])) is not None:
                 self._take_prompt_logprobs(tracked, prompt_logprobs)
@@ -109,9 +111,10 @@ class OutputProcessor:
             sequence = tracked.sequences[key[1]]
             touched[key[0]] = tracked
             self._note_time(tracked, sequence, len(tokens), now)
-            if logprobs is not None:
-                self._take_logprobs(sequence, logprobs)
+            before = len(sequence.tokens)
             found = sequence.append(tokens, ends.get(key))
+            for entry in logprobs[: len(sequence.tokens) - before]:  # none of what follows a stop string
+                self._take_logprobs(sequence, entry)
             if found is not None:
                 stops.append((key, found[1], found[0]))
                 self._close(tracked, sequence, "stop", found[0])
@@ -123,18 +126,25 @@ class OutputProcessor:
                 self._close(tracked, tracked.sequences[end.key[1]], end.reason, end.stop_reason)
         return [view for tracked in touched.values() if (view := self._next_output(tracked, now)) is not None], stops
 
-    def _take_plain(self, outputs: StepOutputs, now: float) -> Iterable[tuple[Key, list[int], TokenLogprobs | None]]:
+    def _note_drafts(self, keys: list[Key], drafts: list[int], counts: list[int]) -> None:
+        for key, verified, count in zip(keys, drafts, counts, strict=True):
+            if verified and (tracked := self._open.get(key[0])) is not None:
+                tracked.metrics.num_draft_tokens += verified
+                tracked.metrics.num_accepted_tokens += max(0, count - 1)
+
+    def _take_plain(self, outputs: StepOutputs, now: float) -> Iterable[tuple[Key, list[int], list[TokenLogprobs]]]:
         """Append the tokens of plain requests (`TrackedRequest.is_plain`); return those of the others.
 
         In a large offline batch all requests are plain, and this loop is all that a step costs here.
         """
         if outputs.counts is not None or outputs.logprobs:
             return _each_key(outputs)
-        opened, others = self._open, []
+        opened = self._open
+        others: list[tuple[Key, list[int], list[TokenLogprobs]]] = []
         for key, token in zip(outputs.keys, outputs.tokens, strict=True):
             tracked = opened.get(key[0])
             if tracked is None or not tracked.is_plain:
-                others.append((key, [token], None))
+                others.append((key, [token], []))
                 continue
             sequence = tracked.sequences[key[1]]
             if sequence.finish_reason is None:
@@ -203,9 +213,9 @@ def _no_text(token: int) -> None:
     return None
 
 
-def _each_key(outputs: StepOutputs) -> Iterator[tuple[Key, list[int], TokenLogprobs | None]]:
-    at = 0
+def _each_key(outputs: StepOutputs) -> Iterator[tuple[Key, list[int], list[TokenLogprobs]]]:
+    at, logprobs = 0, outputs.logprobs
     for i, key in enumerate(outputs.keys):
-        count = 1 if outputs.counts is None else outputs.counts[i]
-        yield key, outputs.tokens[at : at + count], outputs.logprobs.get(i)
-        at += count
+        end = at + (1 if outputs.counts is None else outputs.counts[i])
+        yield key, outputs.tokens[at:end], [logprobs[j] for j in range(at, end) if j in logprobs] if logprobs else []
+        at = end

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import torch
 
+CGROUP = Path("/sys/fs/cgroup")
+
 
 class CpuPlatform:
     """This machine's processor and memory."""
@@ -36,6 +38,10 @@ class CpuPlatform:
 
     def total_memory(self) -> int:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+    def usable_memory(self) -> int:
+        """Total memory, limited to what this process's control group may have."""
+        return min(self.total_memory(), _cgroup_limit())
 
 
 def _cpuinfo(key: str) -> Iterator[str]:
@@ -65,9 +71,19 @@ def _available() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2  # macOS reports it only through a subprocess
 
 
-def _left_in_cgroup() -> int:
+def _cgroup_limit() -> int:
     try:
-        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
-        return max(0, limit - int(Path("/sys/fs/cgroup/memory.current").read_text()))
+        return int((CGROUP / "memory.max").read_text())
     except (OSError, ValueError):  # no such group, or no limit ("max")
         return 1 << 62
+
+
+def _left_in_cgroup() -> int:
+    """What the group may still allocate. Files it has read count as used, and are dropped when memory is short."""
+    try:
+        used = int((CGROUP / "memory.current").read_text())
+        lines = (CGROUP / "memory.stat").read_text().splitlines()
+    except (OSError, ValueError):
+        return _cgroup_limit()
+    cached = next((int(line.split()[1]) for line in lines if line.startswith("inactive_file ")), 0)
+    return max(0, _cgroup_limit() - used + cached)

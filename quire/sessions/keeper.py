@@ -21,7 +21,7 @@ from quire.errors import SessionBusyError, StoreError, ValidationError
 from quire.kvcache.offload.manager import OffloadManager
 from quire.messages.request import NewRequest, Request
 from quire.sessions.log import Session, SessionStore, name_of
-from quire.sessions.log.export import check_model, decode_export, exported_bytes
+from quire.sessions.log.export import check_model, check_token_ids, decode_export, exported_bytes
 from quire.sessions.log.state import check_name, unpack_tokens
 from quire.sessions.session_kv import SessionKV
 
@@ -72,16 +72,19 @@ class SessionKeeper:
         idle_seconds: float | None = None,
         clock: Callable[[], float] = time.monotonic,
         token_fingerprint: bytes = b"",
+        vocab_size: int | None = None,
         scratch: TemporaryDirectory[str] | None = None,
     ) -> None:
         """`kv`: the sessions' blocks. `idle_seconds`: suspend a session after this long without a turn.
-        `token_fingerprint`: of the vocabulary. `scratch`: the store's folder, if it is to be removed on close."""
+        `token_fingerprint`: of the vocabulary. `vocab_size`: imported token ids are below it. `scratch`: the store's
+        folder, if it is to be removed on close."""
         self.store = store
         self.kv = kv
         self._tiers = tiers
         self._idle_seconds = idle_seconds
         self._clock = clock
         self._token_fingerprint = token_fingerprint
+        self._vocab_size = vocab_size
         self._scratch = scratch
         self._ticked = clock()
 
@@ -189,6 +192,7 @@ class SessionKeeper:
         """Create a session from exported bytes. `key`: maps the name in the export to the new session's key."""
         exported = decode_export(data)
         check_model(exported, self._token_fingerprint, "the file")
+        check_token_ids(exported, self._vocab_size, "the file")
         tokens, name = unpack_tokens(exported.tokens), key(check_name(exported.name))
         return self.create(name, tokens, salt=salt, ttl=ttl, meta=exported.meta, durable=durable)  # type: ignore[arg-type]
 

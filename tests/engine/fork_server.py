@@ -24,8 +24,10 @@ def grammars_of(llm: LLM) -> Grammars:
 class SharedForkServer:
     """Makes engines of one model whose matchers come from the same fork server."""
 
-    def __init__(self, model: Path) -> None:
+    def __init__(self, model: Path, places: int = 1) -> None:
+        """`places`: masks in a slot, also for engines without drafts."""
         self._model = model
+        self._places = places
         self._fork_server: ForkServerClient | None = None
         self._made: list[LLM] = []
 
@@ -34,6 +36,8 @@ class SharedForkServer:
         llm = LLM(str(self._model), **(usual | settings))
         grammars = grammars_of(llm)
         grammars._spec.end_ids = [1, 3]
+        grammars._spec.places = self._places
+        grammars._shape = (grammars._shape[0], self._places, grammars._shape[2])
         if self._fork_server is None:
             self._fork_server = ForkServerClient(grammars._spec)
         grammars._fork_server = self._fork_server

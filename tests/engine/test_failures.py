@@ -8,16 +8,20 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 
 from quire import LLM, SamplingParams
-from quire.engine.core import LEAST_BUDGET, EngineCore
+from quire.engine.core import EngineCore
+from quire.engine.memory_watch import LEAST_BUDGET, LONGEST_PAUSE_SECONDS, RAISE_SECONDS, MemoryWatch, StepMemory
 from quire.engine.watchdog import Watchdog
 from quire.errors import DeviceLostError, EngineDeadError, StepMemoryError
 from quire.executor.null import NullExecutor
+from quire.messages.memory_use import MemoryUse
 from quire.messages.plan import StepPlan, StepResult
+from quire.platforms import cpu
 from tests.scheduler.harness import Bench
 
 DEPTHS = pytest.mark.parametrize("depth", [0, 1])
@@ -97,7 +101,7 @@ def test_steps_do_not_become_tiny_and_a_request_that_fails_alone_gets_an_error()
     outputs = [core.step() for _ in range(4)]
     finished = [end for output in outputs for end in output.finished]
     assert [(end.reason, end.message) for end in finished] == [("error", "a step failed: no memory")]
-    assert bench.scheduler.lower_budget(10**6) == LEAST_BUDGET
+    assert bench.scheduler.budget == LEAST_BUDGET
     bench.scheduler.check_idle()
 
 
@@ -120,6 +124,124 @@ def test_an_engine_survives_a_step_that_runs_out_of_memory(make_llm: Callable[..
     outputs = llm.generate(prompts, params, use_tqdm=False)
     assert [out.outputs[0].token_ids for out in outputs] == expected
     assert all(out.error is None for out in outputs)
+
+
+GIB = 2**30
+
+
+class Memory:
+    """A device of 80 GiB: 40 of weights and cache, 20 for the largest step, and what `others` take."""
+
+    def __init__(self, budget: int = 4096) -> None:
+        self.now, self.others, self.host_free, self.trims = 0.0, 0, 100 * GIB, 0
+        self.bench = Bench(blocks=2000, max_rows=16, budget=budget)
+        self.watch = MemoryWatch(
+            self.bench.scheduler, self.measure, StepMemory(40 * GIB, 20 * GIB, budget), self.trim, lambda: self.now
+        )
+
+    def measure(self) -> MemoryUse:
+        return MemoryUse(40 * GIB - self.others, 80 * GIB, self.host_free, 1000 * GIB)
+
+    def trim(self) -> None:
+        self.trims += 1
+
+    def after(self, seconds: float) -> int:
+        """Steps are made for so long; returns the most tokens of a step then."""
+        for _ in range(round(10 * seconds)):
+            self.now += 0.1
+            self.watch.tick()
+        return self.bench.scheduler.budget
+
+
+def test_steps_become_smaller_before_memory_runs_out_and_larger_when_there_is_some_again() -> None:
+    memory = Memory()
+    assert memory.after(5) == 4096 and (memory.watch.device_used, memory.watch.device_level) == (0.5, 0)
+    memory.others = 17 * GIB  # 3 GiB would be left of 40
+    assert memory.after(1.1) == 2048 and memory.watch.device_level == 1
+    assert memory.after(100) == 2048 and memory.watch.device_level == 0  # 13 left with half a step; 3 with a whole one
+    memory.others = 39 * GIB
+    assert memory.after(1) < 2048 and memory.watch.device_level == 2
+    assert memory.after(10) == LEAST_BUDGET  # and not below
+    lowered = memory.watch.lowered
+    memory.others = 0
+    assert memory.after(RAISE_SECONDS + 3) == 2 * LEAST_BUDGET
+    assert memory.after(5 * RAISE_SECONDS) == 4096
+    assert (memory.watch.lowered, memory.watch.raised) == (lowered, 4)
+    assert memory.watch.device_level == 0
+
+
+def test_the_budget_comes_back_after_a_step_that_ran_out_of_memory() -> None:
+    memory = Memory()
+    assert memory.watch.step_failed(4096) == 2048
+    assert memory.after(RAISE_SECONDS - 1) == 2048
+    assert memory.after(2) == 4096
+    # It fails again whenever steps are large: they stay small longer each time.
+    pauses = []
+    for _ in range(12):
+        memory.watch.step_failed(4096)
+        begin = memory.now
+        while memory.bench.scheduler.budget < 4096:
+            memory.now += 1.0
+            memory.watch.tick()
+        pauses.append(memory.now - begin)
+    assert pauses == sorted(pauses) and pauses[0] > RAISE_SECONDS and pauses[-1] <= LONGEST_PAUSE_SECONDS + 2
+    memory.now += LONGEST_PAUSE_SECONDS + 1
+    memory.watch.step_failed(4096)
+    assert memory.after(RAISE_SECONDS + 3) == 4096
+    assert memory.watch.failed == 14
+
+
+def test_without_a_measure_the_budget_comes_back_after_a_while() -> None:
+    bench = Bench(blocks=2000, max_rows=16, budget=4096)
+    now = 0.0
+    watch = MemoryWatch(bench.scheduler, clock=lambda: now)
+    assert watch.step_failed(3000) == 1500
+    for _ in range(300):
+        now += 0.1
+        watch.tick()
+    assert bench.scheduler.budget == 4096 and watch.device_level == 0
+
+
+def test_a_full_machine_trims_and_slows_admission() -> None:
+    memory = Memory()
+    memory.host_free = 99 * GIB
+    assert memory.after(100) == 4096  # the steps' memory is the device's
+    assert memory.watch.host_level == 1 and 3 <= memory.trims <= 5
+    assert memory.bench.scheduler.pressure.memory == 1
+    core = EngineCore(memory.bench.scheduler, NullExecutor(16), memory=memory.watch)
+    memory.host_free = 10 * GIB
+    memory.after(2)
+    for id in "abcd":
+        core.add(memory.bench.request(id, 40, 20))
+    core.step()
+    assert memory.watch.host_level == 2 and memory.bench.scheduler.rows.used == 1
+    memory.host_free = 500 * GIB
+    memory.after(2)
+    core.step()
+    assert memory.bench.scheduler.rows.used == 4 and memory.watch.host_level == 0
+    run(core)
+    memory.bench.scheduler.check_idle()
+
+
+def test_memory_is_reported_in_metrics(make_llm: Callable[..., LLM]) -> None:
+    llm = make_llm()
+    values = {metric.name: metric.value for metric in llm.get_metrics()}
+    assert 0 < values["quire:memory_used_host"] < 1
+    assert values["quire:step_token_budget"] == llm.llm_engine.info.max_num_batched_tokens
+    llm.llm_engine.core.memory.step_failed(512)
+    values = {metric.name: metric.value for metric in llm.get_metrics()}
+    assert (values["quire:steps_out_of_memory"], values["quire:step_token_budget"]) == (1, LEAST_BUDGET)
+
+
+def test_files_that_a_container_has_read_are_not_memory_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "CGROUP", tmp_path)
+    (tmp_path / "memory.max").write_text("1000\n")
+    (tmp_path / "memory.current").write_text("900\n")
+    (tmp_path / "memory.stat").write_text("anon 300\nfile 600\ninactive_file 550\nactive_file 50\n")
+    platform = cpu.CpuPlatform()
+    assert (platform.free_memory(), platform.usable_memory()) == (650, 1000)
+    (tmp_path / "memory.max").write_text("max\n")
+    assert platform.usable_memory() == platform.total_memory() and platform.free_memory() > 10**6
 
 
 # The device is lost

@@ -305,7 +305,8 @@ def test_another_dtype_block_size_or_model_finds_no_blocks_but_all_tokens(
     folder = suspended.copy(tmp_path / "kv")
     sibling = write_tiny_model(tmp_path / "sibling")
     config = json.loads((sibling / "config.json").read_text())
-    (sibling / "config.json").write_text(json.dumps(config | {"rope_theta": 500.0}))  # same shapes, other weights
+    config["rope_parameters"]["rope_theta"] = 500.0  # same shapes, other weights
+    (sibling / "config.json").write_text(json.dumps(config))
     for settings in ({"block_size": 8}, {"dtype": "bfloat16"}, {"model": sibling}):
         llm = start(folder, **settings)
         expected = answers(llm, suspended.tokens)

@@ -248,6 +248,9 @@ BAD_HEADERS = {
     "would end at": header() + tensor(offset=1 << 40) + bytes(200),
     "not a multiple": header() + tensor(offset=3) + bytes(200),
     "tensor 't' appears twice": header(2) + tensor() * 2 + bytes(300),
+    "'t' and 'u' overlap": header(2) + tensor() + tensor(b"u", offset=96) + bytes(500),
+    "'u' and 't' overlap": header(2) + tensor(offset=64) + tensor(b"u") + bytes(500),
+    "'a' and 'b' overlap": header(2) + tensor(b"a", kind=2) + tensor(b"b", kind=2) + bytes(500),
     "general.alignment": header(0, 1) + text(b"general.alignment") + struct.pack("<II", 4, 0) + bytes(100),
 }
 

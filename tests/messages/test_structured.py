@@ -10,7 +10,8 @@ import pytest
 
 from quire import SamplingParams, StructuredOutputsParams
 from quire.errors import ValidationError
-from quire.messages.grammar_support import MAX_DEPTH, plain_regex
+from quire.messages.grammar_support import MAX_DEPTH
+from quire.messages.grammar_syntax import plain_regex
 from quire.messages.structured import KINDS, MAX_CHARACTERS
 
 PERSON = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
@@ -43,6 +44,36 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"regex": "a^b"}, "'^' is supported only"),
     ({"regex": "(a$)b"}, "'$' is supported only"),
     ({"regex": "[[:alpha:]]"}, "named classes"),
+    ({"regex": "a{4294967297}"}, "the count 4294967297 is above 2147483647"),
+    ({"regex": "(a|b){2147483648}"}, "the count 2147483648"),
+    ({"regex": "a{1,4294967296}"}, "the count 4294967296"),
+    ({"regex": "a{4294967296,}?"}, "the count 4294967296"),
+    ({"regex": rf"\\{{{'9' * 10_000}}}"}, "is above"),
+    ({"regex": r"\u{110000}"}, "is no character"),
+    ({"regex": r"[a-\u{FFFFFFFFF}]"}, "is no character"),
+    ({"regex": r"\uD83D\uDE00"}, "half a surrogate pair"),
+    ({"regex": r"\xZZ"}, "two hexadecimal digits"),
+    ({"regex": r"[\u12]"}, "two hexadecimal digits"),
+    ({"regex": r"x\x4"}, "two hexadecimal digits"),
+    ({"grammar": 'root ::= "a"{4294967297}'}, "the count 4294967297"),
+    ({"grammar": 'root ::= ("a" | x){ 1 , 4294967296 }\nx ::= "b"'}, "the count 4294967296"),
+    ({"grammar": r'root ::= "\U00110000"'}, "is no character"),
+    ({"grammar": r"root ::= [a-\U00110000]"}, "is no character"),
+    ({"grammar": r'root ::= "\x110000000041"'}, "is no character"),
+    ({"structural_tag": {"format": {"type": "regex", "pattern": "a{4294967297}"}}}, "the count 4294967297"),
+    (
+        {
+            "structural_tag": {
+                "format": {"type": "or", "elements": [{"type": "grammar", "grammar": "r ::= x{2147483648}"}]}
+            }
+        },
+        "the count 2147483648",
+    ),
+    ({"structural_tag": {"format": {"type": "repeat", "min": 0, "max": 4294967297}}}, "a repeat has max = 4294967297"),
+    (
+        {"structural_tag": {"structures": [{"begin": "a", "schema": {"type": "string", "minLength": -1}, "end": "b"}]}},
+        "minLength = -1",
+    ),
     ({"choice": []}, "non-empty list of strings"),
     ({"choice": ["a", 1]}, "list of strings"),
     ({"choice": "ab"}, "list of strings"),
@@ -90,6 +121,32 @@ UNKEPT: list[tuple[dict[str, Any], str]] = [
     ({"type": "object", "patternProperties": 5}, "/patternProperties must be an object"),
     ({"$defs": 5, "$ref": "#/$defs/x"}, "/$defs must be an object"),
     ({"type": "string", "format": 5}, "a 'format' that is not a string"),
+    ({"type": "string", "pattern": "a{4294967297}"}, "the count 4294967297"),
+    ({"type": "string", "pattern": r"\x22"}, "would have to be escaped"),
+    ({"type": "string", "pattern": r"\u005c"}, "would have to be escaped"),
+    ({"type": "object", "patternProperties": {"a{4294967297}": {}}}, "the count 4294967297"),
+    ({"type": "object", "propertyNames": {"pattern": "a{4294967297}"}}, "the count 4294967297"),
+    ({"type": "string", "minLength": -1}, "minLength = -1"),
+    ({"type": "string", "maxLength": -1}, "maxLength = -1"),
+    ({"type": "string", "maxLength": 2**32 + 1}, "maxLength = 4294967297"),
+    ({"type": "string", "minLength": True}, "minLength = True"),
+    ({"type": "array", "minItems": -1}, "minItems = -1"),
+    ({"type": "array", "maxItems": 2**31}, "maxItems = 2147483648"),
+    ({"type": "object", "maxProperties": 2**32 + 1}, "maxProperties = 4294967297"),
+    ({"type": "object", "minProperties": 2**32 + 1}, "minProperties = 4294967297"),
+    ({"type": "object", "maxProperties": 10**4000}, "an integer of 13288 bits"),
+    ({"type": "integer", "minimum": "3"}, "minimum = '3'"),
+    ({"type": "integer", "multipleOf": 1025}, "multipleOf = 1025"),
+    ({"type": "integer", "multipleOf": 2**64 + 3}, "multipleOf = 18446744073709551619"),
+    ({"type": "integer", "multipleOf": 1.5}, "multipleOf = 1.5"),
+    ({"type": "number", "multipleOf": 3}, "for type 'integer'"),
+    ({"type": "integer", "multipleOf": 3, "minimum": 4}, "'multipleOf' and 'minimum' together"),
+    ({"minimum": 3}, "'minimum' without a 'type'"),
+    ({"pattern": "a"}, "'pattern' without a 'type'"),
+    ({"maxItems": 1}, "'maxItems' without a 'type'"),
+    ({"type": "object", "properties": {"a": {"minProperties": 1}}}, "/properties/a uses 'minProperties' without"),
+    ({"const": 10**22}, "the value 10000000000000000000000"),
+    ({"enum": [{"a": [2**63]}]}, "the value 9223372036854775808"),
 ]
 
 
@@ -110,6 +167,13 @@ def test_a_schema_that_a_grammar_would_not_enforce_is_refused(schema: dict[str, 
         {"allOf": [{"$ref": "#/$defs/a"}], "description": "d", "$defs": {"a": PERSON}},
         {"type": "string", "anyOf": [{"type": "string", "enum": ["a"]}, {"type": "string", "pattern": "^b+$"}]},
         {"type": "object", "properties": {"next": {"$ref": "#"}}},
+        {"type": "string", "maxLength": 2**31 - 1},
+        {"type": "integer", "multipleOf": 1024},
+        {"type": "number", "minimum": -1e99, "exclusiveMaximum": 10**30},
+        {"properties": {"a": {"type": "boolean"}}, "maxProperties": 1},
+        {"items": {"type": "boolean"}, "minItems": 1},
+        {"type": "object", "propertyNames": {"pattern": "a{0,3}"}, "additionalProperties": {"const": -(2**63)}},
+        {"enum": [1, "a{4294967297}"], "title": "a{4294967297}"},
     ],
 )
 def test_common_schemas_are_accepted(schema: dict[str, Any]) -> None:
@@ -131,6 +195,20 @@ def test_a_simplified_pattern_matches_the_same(pattern: str, same: list[str], ot
         assert re.fullmatch(pattern, text) and re.fullmatch(written, text)
     for text in other:
         assert not re.fullmatch(pattern, text) and not re.fullmatch(written, text)
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"regex": r"[{4294967297}]\{4294967297\}"},
+        {"regex": r"a{2147483647}|\u{10FFFF}\x41\u00e9"},
+        {"grammar": 'root ::= "{9999999999}" [{9999999999}] r9999999999 # {9999999999}\n"\\\\UFFFFFFFF"'},
+        {"grammar": r'root ::= "\"{9999999999}"{3}'},
+        {"structural_tag": {"format": {"type": "repeat", "min": 0, "max": -1, "content": {"type": "any_text"}}}},
+    ],
+)  # fmt: skip
+def test_large_numbers_that_are_no_counts_are_accepted(form: dict[str, Any]) -> None:
+    StructuredOutputsParams(**form)
 
 
 def test_every_kind_of_constraint_round_trips() -> None:

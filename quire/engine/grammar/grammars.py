@@ -6,19 +6,23 @@ import logging
 import os
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
+from quire.engine.grammar.drafts import PlanDrafts
 from quire.engine.grammar.fork_server import ForkServerClient
 from quire.engine.grammar.matcher import EXITED, MatcherClient
-from quire.engine.grammar.wire import ForkServerSpec, Op, encode
+from quire.engine.grammar.tenants import TenantForms
+from quire.engine.grammar.wire import ForkServerSpec, Op, allows, encode
 from quire.errors import ValidationError
 from quire.messages.histogram import COMPILE_BOUNDS, Histogram
 from quire.messages.outputs import Key
-from quire.messages.plan import StepMasks
+from quire.messages.plan import StepMasks, StepPlan
 from quire.messages.request import NewRequest, Request
+from quire.resource_limits import as_resource_error
 from quire.sleeping import sleep_until
 
 logger = logging.getLogger(__name__)
@@ -34,14 +38,22 @@ STEP_WAIT_SECONDS = 0.03
 MASK_CPU_SECONDS = 1.0
 """CPU time a matcher may take for one reply…"""
 FREE_CPU_SECONDS = 2.0
-REPLY_CPU_SECONDS = 0.01
-"""…and for all replies: FREE_CPU_SECONDS, plus this much per reply."""
+EACH_CPU_SECONDS = 0.01
+"""…and for all replies: FREE_CPU_SECONDS, plus this much per reply and per mask along drafts."""
+CERTAIN_WAIT_SECONDS = 0.002
+"""How long an idle device waits for certain drafts."""
+
+
+class Unavailable(str):
+    """A refusal for lack of resources: the form is not at fault, and may be tried again."""
 
 
 class MatchedSequence:
     """A running sequence, its matcher and its slot for masks."""
 
-    __slots__ = ("cpu_when_late", "late_since", "matcher", "number", "position", "request", "slot")
+    __slots__ = (
+        "cpu_when_late", "late_since", "matcher", "number", "position", "proposed", "request", "slot", "wanted",
+    )  # fmt: skip
 
     def __init__(self, request: Request, matcher: MatcherClient, number: int) -> None:
         self.request = request
@@ -50,7 +62,11 @@ class MatchedSequence:
         self.position = 0
         """Output tokens sent to the matcher."""
         self.slot = -1
-        """Index of its next mask, present or requested; -1: none."""
+        """The slot of its next masks, present or requested; -1: none."""
+        self.wanted: list[int] = []
+        """The drafts along which masks were requested; none: along the certain tokens."""
+        self.proposed: list[int] = []
+        """What the device proposed after its last draw."""
         self.late_since = 0.0
         """When its mask was late for a step; `cpu_when_late`: the CPU time its matcher had used then."""
         self.cpu_when_late = 0.0
@@ -59,11 +75,14 @@ class MatchedSequence:
 class Grammars:
     """Compiles forms in matcher processes, sends them the sampled tokens, collects masks. Starts them on demand."""
 
-    def __init__(self, spec: ForkServerSpec, timeout: float) -> None:
-        """`timeout`: seconds that compiling a form, or a single mask, may take."""
+    def __init__(self, spec: ForkServerSpec, timeout: float, most_of_tenant: int | None = None) -> None:
+        """`timeout`: seconds that compiling a form, or a single mask, may take. `most_of_tenant`: forms that one tenant
+        may have, waiting or in use."""
         self._spec = spec
         self._timeout = timeout
-        self._words = -(-spec.vocab_size // 32)
+        self._shape = (spec.rows, spec.places, -(-spec.vocab_size // 32))
+        self._nothing = np.zeros((1, self._shape[2]), np.int32)
+        """A mask that allows no token."""
         self._fork_server: ForkServerClient | None = None
         self._matchers: OrderedDict[bytes, MatcherClient] = OrderedDict()
         """By form, least recently used first."""
@@ -75,6 +94,7 @@ class Grammars:
         """Suspended sequences, whose mask did not come in time."""
         self._refused: OrderedDict[bytes, str] = OrderedDict()
         self._resolved: list[tuple[str, str]] = []
+        self._tenants = TenantForms(most_of_tenant)
         self._numbers = 0
         self.compile_times = Histogram(COMPILE_BOUNDS)
         """Seconds of successful compilations."""
@@ -93,6 +113,7 @@ class Grammars:
         if (refusal := self._refused.get(form)) is not None:
             self._resolved.append((source.id, refusal))
             return
+        self._tenants.add(source.id, source.tenant, form)
         if not self._spec.end_ids:
             self._spec = msgspec.structs.replace(self._spec, end_ids=source.eos_ids)
         matcher = self._matchers.get(form)
@@ -166,7 +187,7 @@ class Grammars:
 
     def _make_matcher(self, form: bytes) -> MatcherClient:
         self._numbers += 1
-        matcher = self._matchers[form] = MatcherClient(self._numbers, form, self._spec.rows, self._words)
+        matcher = self._matchers[form] = MatcherClient(self._numbers, form, self._shape)
         return matcher
 
     def _read(self) -> None:
@@ -195,7 +216,7 @@ class Grammars:
             self._refuse(matcher, reason, is_its_fault)
 
     def _start_matchers(self) -> None:
-        """Fork matchers for forms that wait for one, up to the limits."""
+        """Fork matchers for forms that wait for one, in turns between tenants, up to the limits."""
         unstarted = [m for m in dict.fromkeys(self._waiting.values()) if m.is_open and not m.is_started]
         if not unstarted:
             return
@@ -205,15 +226,29 @@ class Grammars:
                     self._refuse(matcher, self._fork_server.death, remember=False)
                 self._fork_server = None
                 return
-            self._fork_server = ForkServerClient(self._spec)
+            try:
+                self._fork_server = ForkServerClient(self._spec)
+            except OSError as error:
+                self._refuse_for_now(unstarted, error)
+                return
         if not self._fork_server.is_ready:
             return
-        compiling = sum(matcher.is_started and not matcher.is_compiled for matcher in self._matchers.values())
-        for matcher in unstarted[: max(0, self._max_compiling - compiling)]:
-            if self._make_room():
-                self._fork_server.start(matcher.number, len(matcher.form), matcher.files())
-                matcher.mark_started()
-                matcher.attempts += 1
+        while unstarted:
+            started = [matcher for matcher in self._matchers.values() if matcher.is_started]
+            chosen = self._tenants.choose(unstarted, started, self._max_compiling, MAX_MATCHERS)
+            if chosen is None or not self._make_room():
+                return
+            unstarted.remove(chosen)
+            self._fork_server.start(chosen.number, len(chosen.form), chosen.files())
+            chosen.mark_started()
+            chosen.attempts += 1
+
+    def _refuse_for_now(self, matchers: Sequence[MatcherClient], error: OSError) -> None:
+        """The system has no process or file for these matchers."""
+        reason = Unavailable(as_resource_error(error) or f"the grammar fork server cannot be started: {error}")
+        for matcher in matchers:
+            matcher.refusal = reason
+            self._drop(matcher)
 
     def _make_room(self) -> bool:
         """Drop idle matchers until one more process is within the limits; False if all matchers are in use."""
@@ -263,6 +298,13 @@ class Grammars:
 
     # Masks
 
+    def note_proposed(self, draws: Sequence[Request], proposed: Sequence[list[int]]) -> None:
+        """These draws are collected, and the device has these drafts for the next step of their rows; none: no draft
+        for any."""
+        for index, request in enumerate(draws):
+            if (sequence := self._sequences.get(request.key)) is not None:
+                sequence.proposed = proposed[index] if proposed else []
+
     def advance(self) -> None:
         """After a step was collected: send the matchers its tokens, so that they prepare the next masks meanwhile."""
         for sequence in self._sequences.values():
@@ -270,20 +312,25 @@ class Grammars:
                 self._advance(sequence)
         self._flush()
 
-    def masks(self, step: int, draws: Iterable[Request]) -> tuple[StepMasks, list[Request], list[tuple[Request, str]]]:
-        """(masks for a step's rows, all earlier tokens being known; requests whose mask is late, to be suspended;
-        requests that failed, and why)."""
+    def masks(
+        self, plan: StepPlan, draws: Sequence[Request]
+    ) -> tuple[StepMasks, list[Request], list[tuple[Request, str]]]:
+        """(masks for the places of a step, all earlier tokens being known; requests whose masks are late, to be
+        suspended; requests that failed, and why)."""
+        widths = plan.widths
+        drafts = PlanDrafts(plan)
         wanted = [
-            (index, self._request_mask(request))
-            for index, request in enumerate(draws)
+            (first, self._request_masks(request, drafts, width))
+            for request, width, first in zip(draws, widths.tolist(), (np.cumsum(widths) - widths).tolist(), strict=True)
             if request.params.structured_outputs is not None and request.row >= 0
         ]
         self._flush()
-        self._await({sequence.matcher for _, sequence in wanted})
-        ready: list[tuple[int, MatchedSequence]] = []
+        self._await({sequence.matcher for _, (sequence, _) in wanted})
+        places: list[int] = []
+        bits: list[NDArray[np.int32]] = []
         late: list[Request] = []
         failed: list[tuple[Request, str]] = []
-        for index, sequence in wanted:
+        for first, (sequence, run) in wanted:
             matcher = sequence.matcher
             failure = matcher.take_failure(sequence.number) or matcher.refusal or (EXITED if matcher.is_dead else "")
             if failure:
@@ -293,29 +340,42 @@ class Grammars:
                 sequence.late_since, sequence.cpu_when_late = time.monotonic(), matcher.cpu_seconds()
                 self._late[sequence.request.key] = sequence
             else:
-                ready.append((index, sequence))
-        bits = np.empty((len(ready), self._words), np.int32)
-        for i, (_, sequence) in enumerate(ready):
-            bits[i] = sequence.matcher.masks[sequence.slot]
-        return StepMasks(step, np.array([index for index, _ in ready], np.int32), bits), late, failed
+                # Behind a draft that the grammar refuses nothing counts: the mask before it excludes the draft.
+                count = 1 + _common(run, matcher.runs.get(sequence.number, []))
+                places += range(first, first + count)
+                bits.append(matcher.masks[sequence.slot, :count])
+                if count <= len(run) and allows(bits[-1][-1], run[count - 1]):  # it leads to a dead end
+                    places.append(first + count)
+                    bits.append(self._nothing)
+        stacked = np.concatenate(bits) if bits else np.empty((0, self._shape[2]), np.int32)
+        return StepMasks(plan.step, np.array(places, np.int32), stacked), late, failed
 
-    def _request_mask(self, request: Request) -> MatchedSequence:
-        """The request's sequence, its next mask present or requested."""
+    def _request_masks(self, request: Request, drafts: PlanDrafts, width: int) -> tuple[MatchedSequence, list[int]]:
+        """The request's sequence, the mask of its next token and those along its drafts present or requested; and
+        these drafts."""
         sequence = self._sequences.get(request.key)
         if sequence is None:
             self._numbers += 1
             sequence = self._sequences[request.key] = MatchedSequence(request, self._in_use[request.id], self._numbers)
             sequence.slot = self._take_slot(sequence.matcher)
+            sequence.matcher.follow(sequence.number)
             source = request.source
             sequence.matcher.add(Op.BEGIN, sequence.number, sequence.slot, source.params.min_tokens, source.stop_ids)
-        had_slot = sequence.slot >= 0
-        if not had_slot:
-            sequence.slot = self._take_slot(sequence.matcher)
+        run = drafts.of(request, width, sequence.proposed)
+        along = sequence.wanted or self.certain_drafts(request.key) or []
         if len(request.output) > sequence.position:
             self._advance(sequence)
-        elif not had_slot:
-            sequence.matcher.add(Op.FILL, sequence.number, sequence.slot)
-        return sequence
+            along = sequence.wanted
+        if sequence.slot < 0 or along[: len(run)] != run:
+            self._fill(sequence, run)
+        return sequence, run
+
+    def _fill(self, sequence: MatchedSequence, run: list[int]) -> None:
+        """Request the mask of the next token, and those along the drafts."""
+        if sequence.slot < 0:
+            sequence.slot = self._take_slot(sequence.matcher)
+        sequence.matcher.add(Op.FILL, sequence.number, sequence.slot, run)
+        sequence.wanted = run
 
     def _take_slot(self, matcher: MatcherClient) -> int:
         """A free slot, or that of a sequence without a row: there are as many slots as rows."""
@@ -332,14 +392,17 @@ class Grammars:
             sequence.slot = self._take_slot(sequence.matcher)
         sequence.matcher.add(Op.ADVANCE, sequence.number, sequence.slot, output[sequence.position :])
         sequence.position = len(output)
+        sequence.wanted = []
+        if sequence.proposed:  # most likely verified next
+            self._fill(sequence, sequence.proposed)
 
     def _flush(self) -> None:
         for matcher in dict.fromkeys(self._in_use.values()):
             matcher.flush()
 
-    def _await(self, matchers: set[MatcherClient]) -> None:
-        """Wait until all have replied, at most STEP_WAIT_SECONDS."""
-        deadline = time.monotonic() + STEP_WAIT_SECONDS
+    def _await(self, matchers: set[MatcherClient], seconds: float | None = None) -> None:
+        """Wait until all have replied, at most `seconds`, or STEP_WAIT_SECONDS."""
+        deadline = time.monotonic() + (STEP_WAIT_SECONDS if seconds is None else seconds)
         for matcher in matchers:
             matcher.read()
         while pending := [matcher for matcher in matchers if matcher.unanswered and matcher.is_open]:
@@ -366,12 +429,31 @@ class Grammars:
         matcher = sequence.matcher
         cpu = matcher.cpu_seconds()
         total = cpu - matcher.compile_cpu_seconds
-        limit = FREE_CPU_SECONDS + REPLY_CPU_SECONDS * matcher.answers
+        limit = FREE_CPU_SECONDS + EACH_CPU_SECONDS * matcher.num_masks
         if cpu - sequence.cpu_when_late > MASK_CPU_SECONDS or total > limit:
             self._refuse(matcher, "it takes too long to match: it is ambiguous, or has too many repetitions")
         elif time.monotonic() - sequence.late_since > self._timeout:  # the machine may be busy
             reason = f"the allowed next tokens are not known after {self._timeout:g} s (grammar_timeout)"
             self._refuse(matcher, reason, remember=False)
+
+    # Drafts that are certain
+
+    def certain_drafts(self, key: Key) -> list[int] | None:
+        """The tokens that a sequence most likely draws after those that are known, because its grammar leaves no other
+        text; as far as its matcher has found them already. None: the sequence verifies no drafts."""
+        sequence = self._sequences.get(key)
+        if sequence is None:
+            return []
+        if sequence.late_since:
+            return None  # a grammar this slow is not asked for masks along drafts
+        if sequence.matcher.unanswered or sequence.position != len(sequence.request.output):
+            return []
+        return sequence.matcher.certain.get(sequence.number, [])
+
+    def await_certain(self) -> None:
+        """Wait for the certain drafts of the tokens sent last, a moment at most."""
+        if self._shape[1] > 1:
+            self._await({sequence.matcher for sequence in self._sequences.values()}, CERTAIN_WAIT_SECONDS)
 
     # Requests that finish
 
@@ -379,6 +461,8 @@ class Grammars:
         """A sequence has finished; `is_last`: so has its request."""
         sequence = self._sequences.pop(request.key, None)
         self._late.pop(request.key, None)
+        if sequence is not None:
+            sequence.matcher.forget(sequence.number)
         if sequence is not None and sequence.matcher.is_open:
             sequence.matcher.add(Op.DROP, sequence.number)
             if sequence.slot >= 0:
@@ -389,6 +473,7 @@ class Grammars:
 
     def _release(self, request_id: str) -> None:
         """Keep the request's matcher for later requests if it is compiled."""
+        self._tenants.remove(request_id)
         matcher = self._waiting.pop(request_id, None) or self._in_use.pop(request_id, None)
         if matcher is None:
             return
@@ -398,6 +483,11 @@ class Grammars:
         elif matcher.is_compiled:
             self._send_users(matcher)
 
+    def drop_idle(self) -> None:
+        """End the processes of compiled grammars that no request uses: memory is short."""
+        for matcher in [matcher for matcher in self._matchers.values() if not matcher.users]:
+            self._drop(matcher)
+
     def shutdown(self) -> None:
         """End every process."""
         for matcher in list(self._matchers.values()):
@@ -406,3 +496,8 @@ class Grammars:
         if self._fork_server is not None:
             self._fork_server.close()
             self._fork_server = None
+
+
+def _common(one: list[int], other: list[int]) -> int:
+    """How many leading tokens are the same."""
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))

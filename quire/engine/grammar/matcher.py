@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import socket
@@ -24,7 +25,8 @@ EXITED = "the grammar's matcher process has ended"
 class MatcherClient:
     """Sends operations, reads replies and masks. Never waits."""
 
-    def __init__(self, number: int, form: bytes, rows: int, words: int) -> None:
+    def __init__(self, number: int, form: bytes, shape: tuple[int, int, int]) -> None:
+        """`shape`: slots, masks in each, words of a mask."""
         self.number = number
         self.form = form
         self.users: set[str] = set()
@@ -40,7 +42,12 @@ class MatcherClient:
         self.attempts = 0
         self.unanswered = 0
         """Messages without a reply."""
-        self.answers = 0
+        self.num_masks = 0
+        """Masks it has made."""
+        self.runs: dict[int, list[int]] = {}
+        """By sequence: the tokens after each of which its slot has a mask…"""
+        self.certain: dict[int, list[int]] = {}
+        """…and those that the grammar leaves no choice about."""
         self.compile_cpu_seconds = 0.0
         """CPU time it had used when its grammar was compiled."""
         self._operations: list[list[Any]] = []
@@ -48,13 +55,12 @@ class MatcherClient:
         self._socket, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.setblocking(False)
         self._memory = os.memfd_create("quire-grammar")
-        size = rows * words * 4
-        os.ftruncate(self._memory, max(size, len(form)))
+        os.ftruncate(self._memory, max(math.prod(shape) * 4, len(form)))
         self._shared = mmap.mmap(self._memory, 0)
         self._shared[: len(form)] = form
-        self.masks: NDArray[np.int32] = np.frombuffer(self._shared, np.int32, rows * words).reshape(rows, words)
-        self.free_slots = list(range(rows))
-        """Indices of masks that no sequence uses."""
+        self.masks: NDArray[np.int32] = np.frombuffer(self._shared, np.int32, math.prod(shape)).reshape(shape)
+        self.free_slots = list(range(shape[0]))
+        """Slots that no sequence uses."""
 
     def fileno(self) -> int:
         return self._socket.fileno()
@@ -107,11 +113,25 @@ class MatcherClient:
                 self.is_dead = True
             elif self.is_compiled:
                 self.unanswered -= 1
-                self.answers += 1
                 self.is_confirmed = True
-                self._failures.update(_reply_decoder.decode(data).failures)
+                self._take(_reply_decoder.decode(data))
             else:
                 self._update(_status_decoder.decode(data))
+
+    def _take(self, reply: wire.MatcherReply) -> None:
+        self.num_masks += 1 + sum(map(len, reply.runs.values()))
+        self._failures.update(reply.failures)
+        self.runs.update((number, run) for number, run in reply.runs.items() if number in self.runs)
+        self.certain.update((number, run) for number, run in reply.certain.items() if number in self.certain)
+
+    def follow(self, number: int) -> None:
+        """A sequence begins."""
+        self.runs[number], self.certain[number] = [], []
+
+    def forget(self, number: int) -> None:
+        """The sequence has finished."""
+        self.runs.pop(number, None)
+        self.certain.pop(number, None)
 
     def _update(self, status: wire.MatcherStatus) -> None:
         if status.refused:
@@ -140,4 +160,4 @@ class MatcherClient:
         self._socket.close()
         if not self.is_started:
             self.mark_started()
-        self.masks = np.empty((0, 0), np.int32)  # the mapping is freed with its last reader
+        self.masks = np.empty((0, 0, 0), np.int32)  # the mapping is freed with its last reader

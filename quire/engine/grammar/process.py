@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import math
 import mmap
 import os
 import resource
@@ -125,8 +126,8 @@ class MatcherProcess:
         shared = mmap.mmap(memory, 0)
         os.close(memory)
         self._form = msgspec.msgpack.decode(shared[:length], type=StructuredOutputsParams)
-        words = -(-spec.vocab_size // 32)
-        self._masks = np.frombuffer(shared, np.int32, spec.rows * words).reshape(spec.rows, words)
+        shape = (spec.rows, spec.places, -(-spec.vocab_size // 32))
+        self._masks = np.frombuffer(shared, np.int32, math.prod(shape)).reshape(shape)
         self._sequences: dict[int, GrammarSequence] = {}
         self._users = 0
 
@@ -137,7 +138,7 @@ class MatcherProcess:
         self._send(wire.MatcherStatus(pid=os.getpid()))
         try:
             self._grammar = compile_form(self._vocabulary.compiler, self._form)
-            self._begin(0, []).fill(self._masks[0])  # the first mask may take as long as all later ones
+            self._begin(0, []).fill(self._masks[0, 0])  # the first mask may take as long as all later ones
         except MemoryError:
             raise
         except Exception as error:  # of any kind the library raises
@@ -150,30 +151,41 @@ class MatcherProcess:
             data = self._socket.recv(wire.MESSAGE_BYTES)
             if not data:
                 return
-            self._send(wire.MatcherReply(self._apply_all(decoder.decode(data))))
+            self._send(self._apply_all(decoder.decode(data)))
 
-    def _apply_all(self, operations: list[list[Any]]) -> dict[int, str]:
-        failures: dict[int, str] = {}
+    def _apply_all(self, operations: list[list[Any]]) -> wire.MatcherReply:
+        reply = wire.MatcherReply({}, {}, {})
         for op, *arguments in operations:
             try:
-                self._apply(Op(op), *arguments)
+                self._apply(reply, Op(op), *arguments)
             except (ValueError, RuntimeError) as error:
-                failures[arguments[0]] = _reason(error)
-        return failures
+                reply.failures[arguments[0]] = _reason(error)
+        return reply
 
-    def _apply(self, op: Op, number: int = 0, slot: int = 0, *more: Any) -> None:
+    def _apply(self, reply: wire.MatcherReply, op: Op, number: int = 0, slot: int = 0, *more: Any) -> None:
         if op is Op.SET_USERS:
             self._users = number
         elif op is Op.DROP:
             self._sequences.pop(number, None)
         elif op is Op.BEGIN:
             self._sequences[number] = self._begin(*more)
-            self._sequences[number].fill(self._masks[slot])
+            self._fill(reply, number, slot, [])
+        elif op is Op.ADVANCE:
+            for token in more[0]:
+                self._sequences[number].accept(token)
+            self._fill(reply, number, slot, [])
         else:
-            sequence = self._sequences[number]
-            for token in more[0] if op is Op.ADVANCE else ():
-                sequence.accept(token)
-            sequence.fill(self._masks[slot])
+            self._fill(reply, number, slot, more[0])
+
+    def _fill(self, reply: wire.MatcherReply, number: int, slot: int, drafts: list[int]) -> None:
+        """Write the masks along the drafts, or along the tokens that are certain."""
+        sequence, masks = self._sequences[number], self._masks[slot]
+        sequence.fill(masks[0])
+        if drafts:
+            reply.runs[number] = sequence.follow(drafts, masks)
+        elif self._spec.places > 1:
+            reply.certain[number] = certain = sequence.follow_certain(masks)
+            reply.runs[number] = certain[: len(masks) - 1]
 
     def _begin(self, min_tokens: int, stop_ids: list[int]) -> GrammarSequence:
         from quire.engine.grammar.xgrammar_backend import GrammarSequence

@@ -7,6 +7,8 @@ import struct
 from typing import Any
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 DEAD_END = "no text has this form: there is no token that could come next"
 """The error of a sequence that the vocabulary cannot continue within its grammar."""
@@ -27,9 +29,11 @@ class ForkServerSpec(msgspec.Struct):
     """The model's, which may be larger than the tokenizer's."""
     end_ids: list[int]
     rows: int
-    """Masks in a matcher's shared memory."""
+    """Slots in a matcher's shared memory: sequences that have masks at the same time."""
     memory_bytes: int
     """What a matcher may allocate after the fork."""
+    places: int = 1
+    """Masks in a slot: that of the next token, and with speculation one after each draft."""
 
 
 READY = b"ready"
@@ -52,7 +56,8 @@ class Op(enum.IntEnum):
     ADVANCE = 2
     """[number, slot, tokens]: tokens were sampled; write the mask of the next."""
     FILL = 3
-    """[number, slot]: write the mask of the next token."""
+    """[number, slot, drafts]: write the mask of the next token, and one after each draft, up to the first that the
+    grammar does not allow."""
     DROP = 4
     """[number]: the sequence has finished."""
 
@@ -69,9 +74,18 @@ class MatcherStatus(msgspec.Struct):
 
 
 class MatcherReply(msgspec.Struct, array_like=True):
-    """From a matcher, to a list of operations: errors by sequence number."""
+    """From a matcher, to a list of operations; everything is by sequence number."""
 
     failures: dict[int, str] = {}
+    runs: dict[int, list[int]] = {}
+    """With speculation: the tokens after each of which the sequence's slot has a mask…"""
+    certain: dict[int, list[int]] = {}
+    """…and those that the grammar leaves no choice about, if the operation had no drafts: masks follow these then."""
+
+
+def allows(mask: NDArray[np.int32], token: int) -> bool:
+    """Whether the token's bit is set in a mask."""
+    return 0 <= token < mask.size * 32 and bool(mask[token >> 5] >> (token & 31) & 1)
 
 
 _encoder = msgspec.msgpack.Encoder()

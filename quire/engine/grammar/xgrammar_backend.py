@@ -3,15 +3,19 @@ matchers only."""
 
 from __future__ import annotations
 
+import itertools
 import json
+import time
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import xgrammar
 from numpy.typing import NDArray
 
-from quire.engine.grammar.wire import DEAD_END, ForkServerSpec
-from quire.messages.grammar_support import plain_regex
+from quire.engine.grammar.wire import DEAD_END, ForkServerSpec, allows
+from quire.messages.grammar_syntax import plain_regex
+from quire.messages.plan import MAX_WIDTH
 from quire.messages.structured import StructuredOutputsParams
 
 if TYPE_CHECKING:
@@ -21,6 +25,12 @@ MAX_WHITESPACE = 24
 """Consecutive white-space characters allowed in JSON: seven levels of indentation by three. Without a bound a weak
 model emits nothing else until its tokens are spent. Each position of the run costs a mask of the vocabulary in every
 grammar."""
+MOST_CERTAIN = 2 * MAX_WIDTH - 1
+"""Tokens of a certain run: what the step in flight draws, and drafts of the next."""
+MOST_CHOICES = 32
+"""A position with more allowed tokens is not examined for a certain text."""
+CERTAIN_SECONDS = 0.001
+"""CPU time for finding a certain run: it only helps, and must not make slow grammars slower."""
 
 
 class GrammarVocabulary:
@@ -106,7 +116,7 @@ def structural_tag(tag: dict[str, Any]) -> dict[str, Any]:
 
 
 class GrammarSequence:
-    """The state of one sequence in its grammar: accepts tokens, and fills the mask of the next."""
+    """The state of one sequence in its grammar: accepts tokens, and fills the masks of the next ones."""
 
     def __init__(
         self,
@@ -121,6 +131,7 @@ class GrammarSequence:
         self._matcher = xgrammar.GrammarMatcher(grammar, override_stop_tokens=end_ids)
         self._end_ids = np.array(end_ids, np.int64)
         self._stop_ids = np.array(stop_ids, np.int64)
+        self._last_ids = {*end_ids, *stop_ids}
         self._min_tokens = min_tokens
         self._after = after
         self._texts = texts
@@ -129,11 +140,16 @@ class GrammarSequence:
 
     def accept(self, token: int) -> None:
         """The token was sampled; raises ValueError if the grammar does not allow it."""
-        self._count += 1
+        if not self._accept(token):
+            raise ValueError(f"token {token} was sampled, which the grammar does not allow here")
+
+    def _accept(self, token: int) -> bool:
         if self._after:
             self._find_start(token)
         elif not self._matcher.accept_token(token):
-            raise ValueError(f"token {token} was sampled, which the grammar does not allow here")
+            return False
+        self._count += 1
+        return True
 
     def fill(self, mask: NDArray[np.int32]) -> None:
         """Set the bits of the allowed next tokens; raises ValueError if there are none."""
@@ -157,6 +173,65 @@ class GrammarSequence:
             self._after = b""
         else:
             self._tail = self._tail[-len(self._after) :]
+
+    # Along tokens that may be drawn next
+
+    def follow(self, drafts: Sequence[int], masks: Iterable[NDArray[np.int32]]) -> list[int]:
+        """Fill the mask after each draft, up to the first that is not allowed or ends the output; the first mask is
+        that of the next token, and filled. Returns the drafts that have a mask after them."""
+
+        def choose(place: int, mask: NDArray[np.int32]) -> int | None:
+            return drafts[place] if place < len(drafts) and allows(mask, drafts[place]) else None
+
+        return self._walk(choose, masks)
+
+    def follow_certain(self, masks: NDArray[np.int32]) -> list[int]:
+        """`follow` along the tokens that the grammar leaves no choice about; there may be more of them than masks."""
+        deadline = time.process_time() + CERTAIN_SECONDS
+        spare = np.empty((max(0, MOST_CERTAIN + 1 - len(masks)), masks.shape[1]), np.int32)
+
+        def choose(place: int, mask: NDArray[np.int32]) -> int | None:
+            return self._certain_token(mask) if time.process_time() < deadline else None
+
+        return self._walk(choose, [*masks, *spare])
+
+    def _walk(
+        self, choose: Callable[[int, NDArray[np.int32]], int | None], masks: Iterable[NDArray[np.int32]]
+    ) -> list[int]:
+        """Fill masks along the tokens that `choose` takes from each, then go back."""
+        before = self._after, self._tail, self._count
+        run: list[int] = []
+        matched = 0
+        try:
+            for mask, following in itertools.pairwise(masks):
+                token = choose(len(run), mask)
+                is_matched = not self._after
+                if token is None or token in self._last_ids or not self._accept(token):
+                    break
+                matched += is_matched
+                self.fill(following)
+                run.append(token)
+        except (ValueError, RuntimeError):
+            pass  # a dead end: an error only if the sequence gets there
+        finally:
+            if matched:
+                self._matcher.rollback(matched)
+            self._after, self._tail, self._count = before
+        return run
+
+    def _certain_token(self, mask: NDArray[np.int32]) -> int | None:
+        """The only allowed token, or the longest if all others are beginnings of it: then the text is certain, and a
+        model that was trained on the tokenizer's own splits most likely draws the longest."""
+        words = np.flatnonzero(mask)
+        if len(words) > MOST_CHOICES:
+            return None
+        bits = np.flatnonzero(np.unpackbits(mask[words].view(np.uint8), bitorder="little"))
+        tokens: list[int] = (words[bits >> 5] * 32 + (bits & 31)).tolist()
+        if len(tokens) > MOST_CHOICES or not self._last_ids.isdisjoint(tokens) or tokens[-1] >= len(self._texts):
+            return None
+        longest = max(tokens, key=lambda token: len(self._texts[token]))
+        text = self._texts[longest]
+        return longest if all(text.startswith(self._texts[token]) for token in tokens) else None
 
 
 def _clear(mask: NDArray[np.int32], tokens: NDArray[np.int64]) -> None:

@@ -13,6 +13,7 @@ import struct
 from pathlib import Path
 
 import msgspec
+import numpy as np
 from blake3 import blake3
 
 from quire.errors import StoreError, ValidationError
@@ -70,6 +71,7 @@ def import_session(
     """Create a session from an export file. `name`: if not its own. `fingerprint`: refuse token ids of other models."""
     exported = read_export(path)
     check_model(exported, fingerprint, path)
+    check_token_ids(exported, None, path)
     return store.create(
         name or exported.name, unpack_tokens(exported.tokens),
         fingerprint=exported.fingerprint, salt=salt, ttl=ttl, meta=exported.meta,
@@ -80,6 +82,20 @@ def check_model(exported: ExportedSession, fingerprint: bytes | None, source: ob
     """Raise if the token ids belong to a model of another fingerprint."""
     if fingerprint is not None and exported.fingerprint != fingerprint:
         raise ValidationError(f"{source} holds a session of another model, which has other token ids", "path")
+
+
+def check_token_ids(exported: ExportedSession, vocab_size: int | None, source: object) -> None:
+    """Raise if a token id is negative or outside the vocabulary. The checksum is no proof: it can be computed again."""
+    tokens = unpack_tokens(exported.tokens)
+    wrong = np.flatnonzero((tokens < 0) | (tokens >= (2**31 if vocab_size is None else vocab_size)))
+    if len(wrong):
+        bound = "which is negative" if vocab_size is None else f"outside the vocabulary of {vocab_size}"
+        at = int(wrong[0])
+        raise ValidationError(
+            f"{source} holds token id {tokens[at]} at position {at}, {bound}: it was not exported by this model",
+            "path",
+            int(tokens[at]),
+        )
 
 
 def read_file(path: str | os.PathLike[str]) -> bytes:
@@ -106,7 +122,7 @@ def decode_export(data: bytes, path: object = "the file") -> ExportedSession:
         raise ValidationError(f"{path} is damaged: its checksum is wrong", "path", str(path))
     try:
         exported = msgspec.msgpack.decode(data[_HEAD.size :], type=ExportedSession)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValidationError(f"{path} is not an exported session: {error}", "path", str(path)) from None
     if len(exported.tokens) % 4:
         raise ValidationError(f"{path} is damaged: its last token is incomplete", "path", str(path))

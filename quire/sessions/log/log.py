@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from quire.errors import StoreError, StoreFullError
-from quire.kvcache.offload.disk.files import sync_folder, write_all, write_then_rename
+from quire.kvcache.offload.disk.files import open_new, open_own, sync_folder, write_all, write_then_rename
 from quire.sessions.log.format import (
     BODY,
     Frame,
@@ -220,9 +220,11 @@ class SessionLog:
     def fill_reserve(self) -> None:
         """Allocate the reserve, or as much of it as the disk has room for."""
         size = self.reserve_bytes
+        if self._reserve_path.is_symlink():
+            self._free_reserve()
         while size >= SMALLEST_RESERVE_BYTES:
             try:
-                fd = os.open(self._reserve_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+                fd = open_own(self._reserve_path, create=True)
                 try:
                     os.posix_fallocate(fd, 0, size)
                 finally:
@@ -307,7 +309,7 @@ class SessionLog:
         number = self._last_number
         path = self._path(number, ".log")
         nonce = os.urandom(32)
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+        fd = open_new(path)
         try:
             write_all(fd, file_header(number, nonce), 0)
             os.fsync(fd)
@@ -360,7 +362,7 @@ class SessionLog:
     def _load_file(self, number: int, summary: Summary | None, last: bool) -> tuple[LogFile | None, list[ScannedFrame]]:
         """The file and its frames. One without a valid header is renamed, or removed if it is the last and empty."""
         path = self._path(number, ".log")
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        fd = open_own(path)
         size = os.fstat(fd).st_size
         data = os.pread(fd, size, 0)
         nonce = read_nonce(path, data, number) or (summary.nonce if summary else None)
