@@ -13,6 +13,7 @@ GROUPS = {
                           "tests/server/test_default_model.py", "tests/server/test_tool_prompts.py",
                           "tests/api/test_stream.py"),
     "abuse of a server": ("tests/server/test_abuse_*.py",),
+    "abuse": ("tests/abuse/test_*.py",),
 }  # fmt: skip
 LONG = ("tests/executor/", "tests/server/", "tests/api/", "tests/engine/", "tests/scheduler/")
 

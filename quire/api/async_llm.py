@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import os
 import time
@@ -19,6 +18,7 @@ from quire.api.engine_group import EngineGroup
 from quire.api.inputs import AnyParams, InputProcessor, PromptType, check_params
 from quire.api.output_stream import OutputStream
 from quire.api.replica import Replica
+from quire.api.work_pool import WorkPool
 from quire.config import EngineConfig
 from quire.engine import ipc
 from quire.engine.engine_info import EngineInfo
@@ -41,6 +41,8 @@ from quire.sessions.log import session_key
 
 LONG_PROMPT = 4096
 """Characters, or token ids: a prompt this long is prepared in a thread, so that the event loop is not blocked."""
+WORK_SECONDS = 1.0
+"""How long a shutdown waits for such threads."""
 
 
 class AsyncLLM:
@@ -97,6 +99,8 @@ class AsyncLLM:
         """Open requests by the caller's id. Engines use another: an id may be used again while outputs of its last use
         are still arriving."""
         self._numbers = itertools.count()
+        self.work = WorkPool()
+        """Threads for long prompts, so that the event loop is not blocked."""
         self.is_shut = False
         """Whether it has been shut down for good."""
 
@@ -221,7 +225,7 @@ class AsyncLLM:
         try:
             make, arguments = self.inputs.make, (key, prompt, params, time.monotonic(), priority, tenant)
             is_short = _prompt_size(prompt) < LONG_PROMPT
-            request, text = make(*arguments) if is_short else await asyncio.to_thread(make, *arguments)
+            request, text = make(*arguments) if is_short else await self.work.run(make, *arguments, tenant=tenant)
             if turn is not None:
                 await turn.begin(self, request)
                 begun = turn
@@ -374,6 +378,7 @@ class AsyncLLM:
             self.is_shut = True
             self._group.shut()
             self._group.stop()
+            self.work.close(WORK_SECONDS)
 
     async def __aenter__(self) -> AsyncLLM:
         return self
@@ -384,6 +389,7 @@ class AsyncLLM:
         if not self.is_shut:
             self.is_shut = True
             self._group.shut()
+            self.work.close()
             await self._group.stop_in_thread()
 
 

@@ -234,7 +234,7 @@ class AsyncSession:
             return addition
 
         is_short = not is_messages(given) and len(given) < LONG_TEXT if hasattr(given, "__len__") else True
-        return read() if is_short else await asyncio.to_thread(read)
+        return read() if is_short else await self._llm.work.run(read, tenant=self._sessions.tenant)
 
     async def generate(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import inspect
 import threading
 from collections import OrderedDict
@@ -13,13 +14,15 @@ from typing import Any
 import jinja2
 
 from quire.api.chat_messages import Message, normalized, plain
-from quire.api.inputs import encode_text
 from quire.api.templates.budget import Budget, TemplateLimits, on_budget
 from quire.api.templates.compiling import Expectations
 from quire.api.templates.environment import TemplateEnvironment, compile_template, render_template
+from quire.api.text_encoding import encode_text
 from quire.errors import QuireError, ValidationError
 
 MAX_CACHED = 32
+COMPILE_SECONDS = 10.0
+"""CPU time to compile the model's own chat template."""
 _CONTINUE = "CONTINUE_FINAL_MESSAGE_TAG "
 _RESERVED = frozenset(
     {
@@ -60,8 +63,12 @@ class ChatRenderer:
     ) -> None:
         self.tokenizer = tokenizer
         self.limits = limits or TemplateLimits()
-        self.request_limits = request_limits or replace(self.limits, source=min(self.limits.source, 1 << 16))
+        self.request_limits = request_limits or replace(
+            self.limits, source=min(self.limits.source, 1 << 16), code=min(self.limits.code, 1 << 18)
+        )
         self._template = template_text(template)
+        if self._template is not None:
+            _check_is_template(self._template)
         self._environment = TemplateEnvironment()
         self._compiled: OrderedDict[str, _Compiled] = OrderedDict()
         self._lock = threading.Lock()
@@ -112,7 +119,10 @@ class ChatRenderer:
             )
         source = self._source(chat_template, tools)
         limits = self.limits if chat_template is None else self.request_limits
-        compiled = self._compile(source, limits)
+        account = Budget(limits)
+        # The model's own is compiled once, before any request: it may take longer.
+        own = Budget(replace(limits, seconds=COMPILE_SECONDS)) if chat_template is None else account
+        compiled = self._compile(source, own)
         expects = compiled.expects
         conversation = normalized(messages, parts=expects.parts, wrap_text=not expects.text, keep_none=expects.none)
         final = _mark_end(conversation, compiled) if continue_final_message else None
@@ -124,7 +134,7 @@ class ChatRenderer:
             "documents": None if documents is None else plain(list(documents), "documents"),
             "add_generation_prompt": add_generation_prompt,
         }
-        text = _run(compiled.template, variables, limits)
+        text = _run(compiled.template, variables, account)
         return text if final is None else _cut_after(text, final)
 
     def template(self, tools: Sequence[Any] | None = None) -> str:
@@ -149,21 +159,22 @@ class ChatRenderer:
             )
         if not isinstance(source, str):
             raise ValidationError(f"chat_template is text, not a {type(source).__name__}", "chat_template")
+        if given is not None and given not in named:
+            _check_is_template(source)
         return source
 
-    def _compile(self, source: str, limits: TemplateLimits) -> _Compiled:
-        """The compiled template, from the cache if it was used before."""
-        if len(source) > limits.source:
-            raise ValidationError(
-                f"the chat template has {len(source)} characters; at most {limits.source}", "chat_template"
-            )
+    def _compile(self, source: str, account: Budget) -> _Compiled:
+        """The compiled template, from the cache if it was used before; compiling is charged to `account`."""
+        longest = account.limits.source
+        if len(source) > longest:
+            raise ValidationError(f"the chat template has {len(source)} characters; at most {longest}", "chat_template")
         with self._lock:
             compiled = self._compiled.get(source)
             if compiled is not None:
                 self._compiled.move_to_end(source)
                 return compiled
         try:
-            with on_budget(Budget(limits)):
+            with on_budget(account):
                 compiled = _Compiled(*compile_template(self._environment, source), "content" in source)
         except QuireError:
             raise
@@ -181,14 +192,34 @@ class ChatRenderer:
 
 def template_text(template: str | None) -> str | None:
     """A template given inline, or the text of the file it names."""
-    if template is None or "{" in template or not Path(template).is_file():
+    if template is None or "{" in template:
         return template
-    return Path(template).read_text()
-
-
-def _run(template: jinja2.Template, variables: dict[str, Any], limits: TemplateLimits) -> str:
+    path = Path(template)
     try:
-        with on_budget(Budget(limits)):
+        return path.read_text() if path.is_file() else template
+    except (OSError, ValueError) as error:  # also a NUL in the name, or text that is not UTF-8
+        if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:  # not the name of a file
+            return template
+        reason = error.strerror if isinstance(error, OSError) else error
+        message = f"the chat template {_shown(template)} cannot be read: {reason}"
+        raise ValidationError(message, "chat_template") from error
+
+
+def _check_is_template(text: str) -> None:
+    if "{" not in text:
+        raise ValidationError(
+            f"chat_template is {_shown(text)}: it is not the name of a file, and no template, which would have a '{{'",
+            "chat_template",
+        )
+
+
+def _shown(text: str) -> str:
+    return repr(text) if len(text) <= 80 else f"{text[:60]!r}… ({len(text)} characters)"
+
+
+def _run(template: jinja2.Template, variables: dict[str, Any], account: Budget) -> str:
+    try:
+        with on_budget(account):
             return render_template(template, variables)
     except QuireError:
         raise
@@ -199,6 +230,8 @@ def _run(template: jinja2.Template, variables: dict[str, Any], limits: TemplateL
 def _reason(error: Exception) -> str:
     if isinstance(error, RecursionError):
         return "it recurses too deeply"
+    if isinstance(error, MemoryError):
+        return "it is nested too deeply"  # what Python's parser raises
     text = str(error) or type(error).__name__
     return text if len(text) <= 500 else text[:497] + "..."
 

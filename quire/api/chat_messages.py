@@ -6,11 +6,16 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from quire.errors import ValidationError
+from quire.errors import ValidationError, short_repr
+from quire.messages.json_limits import JsonLimits, check_json
 
 Message = dict[str, Any]
 MAX_MESSAGES = 16_384
 MAX_NESTING = 64
+ARGUMENTS = JsonLimits(values=1 << 16, depth=MAX_NESTING)
+"""Of one tool call."""
+MAX_ARGUMENT_MARKS = 1 << 18
+"""Commas and brackets in the arguments of all tool calls: there are not more values to make."""
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 _REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
 """Fields that may hold a message's reasoning; templates read the first or the second."""
@@ -49,9 +54,24 @@ def normalized(messages: Sequence[Any], *, parts: bool, wrap_text: bool, keep_no
         raise ValidationError(
             f"a conversation has {len(messages)} messages; at most {MAX_MESSAGES}", "messages", len(messages)
         )
-    return [
-        _normalize(message, f"messages[{index}]", parts, wrap_text, keep_none) for index, message in enumerate(messages)
-    ]
+    normal = []
+    marks = 0
+    for index, message in enumerate(messages):
+        marks += _argument_marks(message)
+        if marks > MAX_ARGUMENT_MARKS:
+            raise ValidationError(
+                f"the arguments of all tool calls hold more than {MAX_ARGUMENT_MARKS} values", f"messages[{index}]"
+            )
+        normal.append(_normalize(message, f"messages[{index}]", parts, wrap_text, keep_none))
+    return normal
+
+
+def _argument_marks(message: Any) -> int:
+    """Commas and brackets in the arguments of a message's tool calls that are JSON text."""
+    calls = message.get("tool_calls") if isinstance(message, dict) else None
+    functions = [call.get("function") for call in calls if isinstance(call, dict)] if isinstance(calls, list) else []
+    texts = [function.get("arguments") for function in functions if isinstance(function, dict)]
+    return sum(text.count(mark) for text in texts if isinstance(text, str) for mark in ",[{")
 
 
 def _normalize(given: Any, where: str, parts: bool, wrap_text: bool, keep_none: bool) -> Message:
@@ -60,7 +80,7 @@ def _normalize(given: Any, where: str, parts: bool, wrap_text: bool, keep_none: 
         raise ValidationError(f"{where} is a {type(given).__name__}; a message is an object", where)
     role = message.get("role")
     if not isinstance(role, str) or not role:
-        raise ValidationError(f"{where} needs a role, such as 'user'; got {_short_repr(role)}", f"{where}.role", role)
+        raise ValidationError(f"{where} needs a role, such as 'user'; got {short_repr(role)}", f"{where}.role", role)
     calls = message.get("tool_calls")
     if calls is None:
         message.pop("tool_calls", None)
@@ -68,7 +88,7 @@ def _normalize(given: Any, where: str, parts: bool, wrap_text: bool, keep_none: 
         message["tool_calls"] = _tool_calls(calls, f"{where}.tool_calls")
     content = _content(message.get("content"), f"{where}.content", parts)
     if content is None and role != "assistant" and not calls:
-        raise ValidationError(f"{where} of role {_short_repr(role)} has no content", f"{where}.content")
+        raise ValidationError(f"{where} of role {short_repr(role)} has no content", f"{where}.content")
     if content is None and not keep_none:
         content = ""
     if wrap_text and isinstance(content, str):
@@ -81,7 +101,7 @@ def _content(content: Any, where: str, parts: bool) -> Any:
     if content is None or isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise ValidationError(f"{where} is text or a list of parts, not {_short_repr(content)}", where)
+        raise ValidationError(f"{where} is text or a list of parts, not {short_repr(content)}", where)
     texts = [_part_text(part, f"{where}[{index}]") for index, part in enumerate(content)]
     return [{"type": "text", "text": text} for text in texts] if parts else "\n".join(texts)
 
@@ -92,17 +112,17 @@ def _part_text(part: Any, where: str) -> str:
     kind = part.get("type") if isinstance(part, dict) else None
     if not isinstance(kind, str) or kind not in _TEXT_PARTS:
         raise ValidationError(
-            f"{where} is a content part of type {_short_repr(kind)}; this server reads text parts only", where, kind
+            f"{where} is a content part of type {short_repr(kind)}; this server reads text parts only", where, kind
         )
     text = part.get(_TEXT_PARTS[kind])
     if not isinstance(text, str):
-        raise ValidationError(f"{where} is a text part whose text is {_short_repr(text)}", where)
+        raise ValidationError(f"{where} is a text part whose text is {short_repr(text)}", where)
     return text
 
 
 def _tool_calls(calls: Any, where: str) -> list[Any]:
     if not isinstance(calls, list):
-        raise ValidationError(f"{where} is a list of calls, not {_short_repr(calls)}", where)
+        raise ValidationError(f"{where} is a list of calls, not {short_repr(calls)}", where)
     return [_tool_call(call, f"{where}[{index}]") for index, call in enumerate(calls)]
 
 
@@ -112,12 +132,12 @@ def _tool_call(call: Any, where: str) -> Any:
     if not isinstance(function, dict):
         raise ValidationError(f"{where} needs a function with a name and arguments", where)
     if not isinstance(function.get("name"), str):
-        raise ValidationError(f"{where}.function.name is {_short_repr(function.get('name'))}, not a name", where)
+        raise ValidationError(f"{where}.function.name is {short_repr(function.get('name'))}, not a name", where)
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         arguments = _parsed(arguments, f"{where}.function.arguments")
     if not isinstance(arguments, dict | None):
-        raise ValidationError(f"{where}.function.arguments is {_short_repr(arguments)}, not a JSON object", where)
+        raise ValidationError(f"{where}.function.arguments is {short_repr(arguments)}, not a JSON object", where)
     return {**call, "function": {**function, "arguments": arguments or {}}}
 
 
@@ -125,7 +145,10 @@ def _parsed(arguments: str, where: str) -> Any:
     if not arguments.strip():
         return {}
     try:
+        check_json(arguments.encode("utf-8", "surrogatepass"), ARGUMENTS, where, where)
         return plain(json.loads(arguments), where)
+    except ValidationError:
+        raise
     except (ValueError, RecursionError) as error:
         raise ValidationError(f"{where} is not the text of a JSON object: {error}", where) from None
 
@@ -141,8 +164,3 @@ def _plain_key(key: Any, parameter: str) -> Any:
     if key is None or isinstance(key, (str, bool, int, float)):
         return plain(key, parameter)
     raise ValidationError(f"{parameter} holds a key of type {type(key).__name__}", parameter)
-
-
-def _short_repr(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."

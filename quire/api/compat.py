@@ -34,10 +34,6 @@ ENGINE: Neutral = {
     "max_cpu_loras": (None,),
     "enable_sleep_mode": (False,),
     "enable_prompt_embeds": (False,),
-    "speculative_config": (None,),
-    "spec_method": (None,),
-    "spec_model": (None,),
-    "spec_tokens": (None,),
     "compilation_config": (None, 0, 1, 2, 3),
     "attention_config": (None,),
     "structured_outputs_config": (None, {}),
@@ -89,13 +85,27 @@ CALL: Neutral = {
 """Arguments of `generate`, `chat` and the like."""
 
 
+SPECULATION = {"spec_method": "method", "spec_model": "model", "spec_tokens": "num_speculative_tokens"}
+"""Engine arguments that are keys of `speculative_config`."""
+
+
 def drop_neutral(arguments: dict[str, Any]) -> dict[str, Any]:
     """`arguments` without vLLM's that have no effect here; any other that is not an engine setting raises. None selects
     the default, except for settings with a None of their own."""
+    arguments = with_speculation(arguments)
     kept = {name: value for name, value in arguments.items() if name not in ENGINE}
     refuse({name: value for name, value in arguments.items() if name in ENGINE}, ENGINE, ConfigError)
     _refuse_unknown(kept)
     return {name: value for name, value in kept.items() if value is not None or _FIELDS[name]}
+
+
+def with_speculation(arguments: dict[str, Any]) -> dict[str, Any]:
+    """`arguments` with those of `SPECULATION` as keys of `speculative_config`."""
+    keys = {SPECULATION[name]: value for name, value in arguments.items() if name in SPECULATION and value is not None}
+    arguments = {name: value for name, value in arguments.items() if name not in SPECULATION}
+    if keys and isinstance(given := arguments.get("speculative_config") or {}, Mapping):
+        arguments["speculative_config"] = {**keys, **given}
+    return arguments
 
 
 def check_call(vllm_arguments: Mapping[str, Any], method: str) -> None:

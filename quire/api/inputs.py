@@ -9,6 +9,7 @@ from functools import lru_cache
 from typing import Any, Protocol, TypedDict, TypeVar, Union
 
 from quire.api.pooling import PoolingInputs
+from quire.api.text_encoding import TextEncoder, encode_text
 from quire.config import EngineConfig
 from quire.errors import CacheTooSmallError, ValidationError
 from quire.kvcache.prefix_cache import ContentKeys
@@ -75,6 +76,8 @@ class InputProcessor:
         """`computes_keys`: content keys are computed here; otherwise the loop computes them at admission, while the
         device works."""
         self.tokenizer = tokenizer
+        self.texts = None if tokenizer is None else TextEncoder(tokenizer, info.max_model_len)
+        """For texts of strangers, which may be of any length; None without a tokenizer."""
         self._info = info
         self._generation_config = generation_config
         self._max_logprobs = info.model.vocab_size if config.max_logprobs < 0 else config.max_logprobs
@@ -189,7 +192,8 @@ class InputProcessor:
 
     def first_text(self, text: str) -> list[int]:
         """Text at the start of a sequence: with the tokens the tokenizer puts in front, without those it appends."""
-        ids, plain = self.encode(text), self.encode(text, add_special_tokens=False)
+        plain = self.encode_bounded(text, add_special_tokens=False)
+        ids = self.encode(text)
         starts = range(len(ids) - len(plain) + 1)
         start = next((start for start in starts if ids[start : start + len(plain)] == plain), None)
         return ids if start is None else ids[: start + len(plain)]
@@ -212,6 +216,12 @@ class InputProcessor:
                 "text prompts need a tokenizer, and skip_tokenizer_init is set: give prompt_token_ids", "prompt"
             )
         return encode_text(self.tokenizer, text, "prompt", add_special_tokens)
+
+    def encode_bounded(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """The same; raises early for a text that cannot fit the model."""
+        if self.texts is None:
+            return self.encode(text)
+        return self.texts.encode(text, "prompt", add_special_tokens)
 
     def _truncate(self, tokens: list[int], params: SamplingParams) -> list[int]:
         """The last `truncate_prompt_tokens` tokens, if that is set."""
@@ -301,22 +311,6 @@ def tenant_salt(tenant: str, salt: str) -> str:
     """Separates a tenant's cached prefixes from all others', whatever salts they choose. Requests with neither a tenant
     nor a salt share one cache."""
     return f"{len(tenant)}:{tenant}{salt}" if tenant or salt else ""
-
-
-def encode_text(tokenizer: Any, text: str, parameter: str, add_special_tokens: bool) -> list[int]:
-    """Text as token ids. A lone surrogate, which Python reads from bytes that are not UTF-8, is refused."""
-    try:
-        return list(tokenizer.encode(text, add_special_tokens=add_special_tokens))
-    except (TypeError, UnicodeEncodeError):
-        at = next((at for at, character in enumerate(text) if "\ud800" <= character <= "\udfff"), None)
-        if at is None:
-            raise
-        raise ValidationError(
-            f"{parameter} holds {text[at]!r}, half a surrogate pair, which is no character: was it read from bytes "
-            "that are not UTF-8?",
-            parameter,
-            text[at],
-        ) from None
 
 
 def check_params(params: object, kind: type[AnyParams], name: str, hint: str = "") -> None:

@@ -63,7 +63,7 @@ class SessionReader:
 
     def _plain(self, given: Any) -> list[int]:
         if isinstance(given, str):
-            return self._inputs.encode(given, add_special_tokens=False)
+            return self._inputs.encode_bounded(given, add_special_tokens=False)
         return self._inputs.token_ids(given)
 
     def _read_messages(

@@ -22,6 +22,7 @@ SHORT = {
     "data_parallel_size": "-dp",
     "enable_expert_parallel": "-ep",
     "quantization": "-q",
+    "speculative_config": "-sc",
 }
 """Short flags, as in vLLM."""
 
@@ -46,6 +47,9 @@ def add_engine_flags(parser: argparse.ArgumentParser, only: Collection[str] = ()
     add_config_flags(parser, EngineConfig, "engine: ", SIZES, only)
     if not only:
         add_neutral_flags(parser, compat.ENGINE)
+        for name in compat.SPECULATION:
+            kind = int if name == "spec_tokens" else str
+            parser.add_argument(flag(name), dest=name, type=kind, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
 
 
 def add_config_flags(
@@ -138,7 +142,8 @@ def default_note(value: Any) -> str:
 
 def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
     """The fields given on the command line, as keywords for `LLM` or `EngineConfig`."""
-    settings = {f.name: getattr(args, f.name) for f in dataclasses.fields(EngineConfig) if hasattr(args, f.name)}
+    names = [*(field.name for field in dataclasses.fields(EngineConfig)), *compat.SPECULATION]
+    settings = compat.with_speculation({name: getattr(args, name) for name in names if hasattr(args, name)})
     named = getattr(args, "named_model", None)
     if named is not None:
         if settings.get("model", named) != named:

@@ -58,6 +58,7 @@ def run(args: argparse.Namespace) -> int:
     from quire.loading.hub import find_model
     from quire.loading.model_config import read_model_config, read_raw_config
     from quire.models.registry import implementation, model_class
+    from quire.speculative.resolve_draft import describe_head
 
     config = EngineConfig(**engine_settings(args))
     if args.json:
@@ -66,6 +67,9 @@ def run(args: argparse.Namespace) -> int:
     raw = {**read_raw_config(files), **(config.hf_overrides or {})}
     architecture = next(iter(raw.get("architectures") or []), None)
     print(table([("architecture", str(architecture)), *_file_rows(files)], config.model), flush=True)
+    if (head := describe_head(raw, files.name)) is not None:
+        print(table(list(head.items())))
+        return 0
     if architecture is not None:
         model_class(architecture, config.model_impl)  # raises if it is not supported
         print(table([("implementation", implementation(architecture, config.model_impl))]), flush=True)
@@ -117,10 +121,14 @@ def _print_json(config: EngineConfig) -> int:
     import json
 
     from quire.loading.hub import find_model
-    from quire.loading.model_config import read_model_config
+    from quire.loading.model_config import read_model_config, read_raw_config
     from quire.models.registry import implementation
+    from quire.speculative.resolve_draft import describe_head
 
     files = find_model(config)
+    if (head := describe_head(read_raw_config(files), files.name)) is not None:
+        print(json.dumps({"model": config.model, "path": str(files.path), "draft": head}, indent=2))
+        return 0
     model = read_model_config(files, config.hf_overrides)
     config = _resolved(config, files, model)
     found = _examine(config, files, model)

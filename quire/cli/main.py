@@ -21,6 +21,7 @@ COMMANDS = {
     "pull": "download a model and print where it is",
     "inspect": "describe a model and the memory it needs, or show the memory of a server",
     "quantize": "write a model's checkpoint in few bits",
+    "train-draft": "train a head that drafts tokens for a model, for speculative decoding",
     "eval": "measure the perplexity of a model, and its distance from another",
     "sessions": "list, show, delete, export or import stored sessions",
     "replay": "rerun the steps of a recorded run and compare the sampled tokens",

@@ -1,9 +1,14 @@
-"""argparse where `_` equals `-` in flag names, errors are one line, and a misspelt flag gets a suggestion."""
+"""argparse where `_` equals `-` in flag names, errors are one line, and a misspelt flag gets a suggestion.
+
+A flag that takes a JSON object also takes its keys one by one: `--hf-overrides.rope_theta 1e6`.
+"""
 
 from __future__ import annotations
 
 import argparse
 import difflib
+import json
+import re
 import shutil
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
@@ -38,7 +43,7 @@ class Parser(argparse.ArgumentParser):
 
     def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
         """As `parse_args`, with `_` in flags and with suggestions."""
-        known, unknown = self.parse_known_args(with_dashes(arguments))
+        known, unknown = self.parse_known_args(_with_objects(with_dashes(arguments)))
         if unknown:
             parser: Parser = getattr(known, "parser", self)
             parser.error(f"unknown argument {unknown[0]}{parser._suggestion(unknown[0])}")
@@ -64,3 +69,30 @@ def with_dashes(arguments: Sequence[str]) -> list[str]:
             name = name.replace("_", "-")
         changed.append(name + equals + value)
     return changed + list(arguments[end:])
+
+
+_KEY_FLAG = re.compile(r"(--[a-z][a-z0-9-]*)\.([a-z][a-z0-9-]*)(?:=(.*))?", re.DOTALL)
+
+
+def _with_objects(arguments: Sequence[str]) -> list[str]:
+    """Flags of single keys, `--flag.key value` or `--flag.key=value`, gathered into `--flag={"key": value}`."""
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    others: list[str] = []
+    objects: dict[str, dict[str, Any]] = {}
+    rest = iter(arguments[:end])
+    for argument in rest:
+        if (match := _KEY_FLAG.fullmatch(argument)) is None:
+            others.append(argument)
+            continue
+        flag, key, text = match.groups()
+        if text is None and (text := next(rest, None)) is None:
+            raise UsageError(f"{argument} needs a value")
+        try:
+            value = json.loads(text)
+        except ValueError:
+            value = text
+        objects.setdefault(flag, {})[key.replace("-", "_")] = value
+    for flag in objects:
+        if any(argument.partition("=")[0] == flag for argument in others):
+            raise UsageError(f"{flag} is given both as an object and by its keys ({flag}.{next(iter(objects[flag]))})")
+    return [*others, *(f"{flag}={json.dumps(keys)}" for flag, keys in objects.items()), *arguments[end:]]

@@ -64,7 +64,13 @@ def run(args: argparse.Namespace) -> int:
     key = secrets.token_hex(16)  # independent of API keys in the environment
     given = {name: getattr(args, name) for name in SERVER_SETTINGS if hasattr(args, name)}
     config = ServerConfig(
-        api_key=(key,), max_queued_requests=NO_LIMIT, max_queued_tokens=NO_LIMIT, max_body_bytes=NO_LIMIT, **given
+        api_key=(key,),
+        max_queued_requests=NO_LIMIT,
+        max_queued_tokens=NO_LIMIT,
+        max_body_bytes=NO_LIMIT,
+        max_body_values=NO_LIMIT,
+        max_prompt_logprobs=NO_LIMIT,
+        **given,
     )
     engine = EngineConfig(**engine_settings(args))
     with BatchInput(args.input_file) as source, BatchOutput(args.output_file, args.overwrite) as output:

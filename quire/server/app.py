@@ -25,6 +25,9 @@ ROUTE_MODULES = [
 ]  # fmt: skip
 """Modules of `quire.server.routes`, each with its `ROUTES`."""
 
+LONGEST_PATH = 100
+"""Characters of an unknown path that its 404 repeats."""
+
 EXCHANGE = "quire.exchange"
 """Key of the ASGI scope that holds the `Exchange`."""
 
@@ -65,8 +68,8 @@ class App:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
-        context, config = self._context, self._context.config
-        exchange = Exchange(scope, receive, send, config.max_body_bytes, config.stall_timeout, context.bodies)
+        context = self._context
+        exchange = Exchange(scope, receive, send, context.limits)
         scope[EXCHANGE] = exchange
         if (style := self._styles.get(get_route_path(scope))) is not None:
             exchange.error_body, exchange.error_event = style.body, style.event
@@ -130,7 +133,9 @@ class Endpoint:
 
 
 async def _no_such_route(scope: Scope, receive: Receive, send: Send) -> None:
-    raise ApiError(404, f"there is no {scope['method']} {scope['path']} here; /openapi.json lists the routes")
+    path = scope["path"]
+    shown = path if len(path) <= LONGEST_PATH and path.isprintable() else ascii(path[:LONGEST_PATH]) + "…"
+    raise ApiError(404, f"there is no {scope['method']} {shown} here; /openapi.json lists the routes")
 
 
 def _from_starlette(error: HTTPException, method: str) -> ApiError:

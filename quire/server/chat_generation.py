@@ -11,13 +11,13 @@ An API with another request format converts its request to a `ChatRequest` first
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
+from quire.api.work_pool import check_abandoned
 from quire.engine.session_calls import SuspendSession
 from quire.messages.outputs import CompletionOutput, RequestOutput
 from quire.messages.sampling import RequestOutputKind, SamplingParams
@@ -31,11 +31,6 @@ from quire.server.generation import GenerationJob, SessionTurn, UsageCounter, ad
 from quire.server.http import Exchange
 from quire.server.protocol.chat import ChatRequest, NamedTool
 from quire.server.protocol.sampling import beam_search_params, sampling_params
-
-T = TypeVar("T")
-
-LONG_CHAT = 4096
-"""Characters: a conversation this long is rendered in a thread, so that the event loop is not blocked."""
 
 
 @dataclass(slots=True)
@@ -145,21 +140,27 @@ class ChatGeneration:
             await self.context.llm.call_sessions(SuspendSession(self.job.turn.key))
 
 
-async def prepare(
+def is_long(request: ChatRequest) -> bool:
+    """Whether rendering may take long even for a small request: a template of its own, or descriptions of tools."""
+    return request.tools is not None or request.chat_template is not None
+
+
+def prepare(
     context: ServerContext, exchange: Exchange, request: ChatRequest, session: SessionPrompt | None = None
 ) -> ChatGeneration:
-    """Check a chat request and render its messages to a prompt; `session`: the prompt, if it is a session's turn."""
+    """Check a chat request and render its messages to a prompt, in `Exchange.work`; `session`: the prompt, if it is a
+    session's turn."""
     context.check_serving()
     context.check_model(request.model)
     request.check_fields()
     exchange.set_request_id(request.request_id)
-    plan = await _in_thread_if_new(tool_plan, context, request)
+    plan = tool_plan(context, request)
     limit, field_name = request.token_limit
     logprobs = _logprobs(context, request)
     params = sampling_params(
         request, context.sampling_defaults, context.max_new_tokens if limit is None else limit, logprobs
     )
-    text, tokens = await render(context, request) if session is None else (session.text, session.tokens)
+    text, tokens = render(context, request) if session is None else (session.text, session.tokens)
     if params.truncate_prompt_tokens is None:
         context.check_length(len(tokens), limit, field_name)
     make_reader, split = _reader_factory(context, plan, text)
@@ -201,14 +202,14 @@ def tool_plan(context: ServerContext, request: ChatRequest) -> ToolPlan:
     )
 
 
-async def render(context: ServerContext, request: ChatRequest) -> tuple[str, list[int]]:
+def render(context: ServerContext, request: ChatRequest) -> tuple[str, list[int]]:
     """The conversation as text and as token ids."""
     if context.tool_prompts is None:
         raise bad_request("chat needs a tokenizer, and the server runs with --skip-tokenizer-init", "messages")
     _check_template(context, request)
     messages = [message.as_dict() for message in request.messages]
     arguments: dict[str, Any] = {
-        "preamble": await _in_thread_if_new(preamble_of, context, request),
+        "preamble": preamble_of(context, request),
         "tools": rendered_tools(context, request),
         "add_generation_prompt": (
             not request.continue_final_message
@@ -220,15 +221,10 @@ async def render(context: ServerContext, request: ChatRequest) -> tuple[str, lis
         "chat_template_kwargs": template_kwargs(context, request),
         "documents": request.documents,
     }
-    length = sum(len(str(message.get("content", ""))) for message in messages)
-    if length < LONG_CHAT and request.tools is None and request.chat_template is None:
-        text = context.tool_prompts.render(messages, **arguments)
-    else:
-        text = await asyncio.to_thread(context.tool_prompts.render, messages, **arguments)
-    if request.truncate_prompt_tokens is None:
-        context.check_text(text)
+    text = context.tool_prompts.render(messages, **arguments)
+    check_abandoned()
     # The template writes the special tokens itself; the tokenizer must not add its own.
-    return text, await context.tokenize(text, add_special_tokens=False)
+    return text, context.tokenize(text, add_special_tokens=False, keep=request.truncate_prompt_tokens)
 
 
 def _check_template(context: ServerContext, request: ChatRequest) -> None:
@@ -236,15 +232,6 @@ def _check_template(context: ServerContext, request: ChatRequest) -> None:
         raise bad_request(
             "chat_template is refused: the server must be started with --trust-request-chat-template", "chat_template"
         )
-
-
-async def _in_thread_if_new(
-    work: Callable[[ServerContext, ChatRequest], T], context: ServerContext, request: ChatRequest
-) -> T:
-    """Run `work`, in a thread if it may have to test the request's own template, which can be slow."""
-    if request.tools is None or request.chat_template is None:
-        return work(context, request)
-    return await asyncio.to_thread(work, context, request)
 
 
 def preamble_of(context: ServerContext, request: ChatRequest) -> str | None:

@@ -74,13 +74,27 @@ class ServerConfig:
     max_queued_tokens: int | None = option(
         None, "Most prompt tokens that may wait per engine; unset: eight times its KV cache", "limits"
     )
-    max_body_bytes: int = option(32 * 2**20, "Longest request body in bytes", "limits")
+    max_body_bytes: int = option(
+        8 * 2**20,
+        "Longest request body in bytes; reading one of N MiB can hold up other requests for about 4 N ms",
+        "limits",
+    )
+    max_body_values: int | None = option(
+        None,
+        "Most values (numbers, texts, lists, objects) in one JSON body, an eighth of them lists and objects; "
+        "unset: 262144, or twice the model's length if that is more",
+        "limits",
+    )
     max_open_body_bytes: int | None = option(
         None,
-        "Most bytes of all request bodies held at once; more requests get 429; unset: eight times the longest",
+        "Most bytes of all request bodies held at once; more requests get 429; unset: 256 MiB, or eight times the "
+        "longest if that is more",
         "limits",
     )
     max_header_bytes: int = option(64 * 2**10, "Longest request line and headers together, in bytes", "limits")
+    max_prompt_logprobs: int = option(
+        131072, "Most logprobs of prompt tokens in one response, alternatives included", "limits"
+    )
     max_samples: int = option(128, "Most sequences (n) of one prompt", "limits")
     max_prompts: int = option(1024, "Most prompts in one completions request, each counted n times", "limits")
     request_timeout: float | None = option(
@@ -131,7 +145,7 @@ class ServerConfig:
     def _check_numbers(self) -> None:
         for name, least in (
             ("max_queued_requests", 0), ("max_queued_tokens", 0), ("max_body_bytes", 1), ("max_open_body_bytes", 1),
-            ("max_header_bytes", 256),
+            ("max_body_values", 64), ("max_prompt_logprobs", 1), ("max_header_bytes", 256),
             ("max_samples", 1), ("max_prompts", 1), ("port", 0),
         ):  # fmt: skip
             value = getattr(self, name)

@@ -9,9 +9,10 @@ from typing import Any
 
 from quire import __version__
 from quire.api.async_llm import AsyncLLM
-from quire.api.inputs import encode_text
-from quire.errors import ValidationError
+from quire.api.text_encoding import TextEncoder, longest_token
+from quire.errors import ValidationError, short_repr
 from quire.loading.model_config import read_generation_config
+from quire.messages.json_limits import JsonLimits
 from quire.messages.sampling import FROM_GENERATION_CONFIG
 from quire.output.detokenizer import Vocabulary
 from quire.output.parsers.reasoning import guess_reasoning_parser
@@ -20,19 +21,23 @@ from quire.server.config import ServerConfig
 from quire.server.errors import ApiError, bad_request, not_found, unavailable
 from quire.server.http import ClientDisconnectedError, Exchange
 from quire.server.lifecycle.supervisor import supervise
-from quire.server.limits import AdmissionLimiter, OpenBodies
+from quire.server.limits import (
+    BODY_DEPTH,
+    BODY_VALUES,
+    OPEN_BODY_BYTES,
+    OPEN_BODY_SIZES,
+    AdmissionLimiter,
+    OpenBodies,
+    RequestLimits,
+)
 from quire.server.observability.logs import AccessLog, RequestLog
 from quire.server.observability.metrics import ServerMetrics
 from quire.server.observability.observer import HttpListener, Observer
 from quire.server.observability.tracing import make_traces
 from quire.server.tool_prompts import ToolPrompts
 
-LONG_TEXT = 4096
-"""Characters: a text this long is tokenized in a thread, so that the event loop is not blocked."""
 QUEUED_CACHE_SIZES = 8
 """Default of max_queued_tokens, in sizes of the KV cache."""
-OPEN_BODY_SIZES = 8
-"""Default of max_open_body_bytes, in sizes of the longest body."""
 STALL_CHECK_SECONDS = 5.0
 """How often clients that stopped reading are looked for."""
 
@@ -59,9 +64,16 @@ class ServerContext:
         self.is_draining = False
         self.exchanges: set[Exchange] = set()
         """Requests being answered."""
-        most_bytes = config.max_open_body_bytes
-        self.bodies = OpenBodies(OPEN_BODY_SIZES * config.max_body_bytes if most_bytes is None else most_bytes)
         info, engines = llm.info, len(llm.replicas)
+        most_bytes = config.max_open_body_bytes or max(OPEN_BODY_BYTES, OPEN_BODY_SIZES * config.max_body_bytes)
+        self.bodies = OpenBodies(most_bytes)
+        most_values = config.max_body_values or max(BODY_VALUES, 2 * info.max_model_len)
+        self.limits = RequestLimits(
+            config.max_body_bytes, config.stall_timeout, self.bodies, JsonLimits(most_values, BODY_DEPTH), llm.work
+        )
+        """Of each request."""
+        if self.tokenizer is not None:
+            longest_token(self.tokenizer)  # computed before requests come: it takes a while
         max_tokens = config.max_queued_tokens
         self.admission = AdmissionLimiter(
             engines * info.max_num_seqs,
@@ -144,38 +156,32 @@ class ServerContext:
     def check_model(self, name: str | None) -> None:
         """Raise 404 for a model that is not served; None is the served one."""
         if name is not None and name not in self.names:
-            raise not_found(f"the model {name!r} is not served here; available: {', '.join(self.names)}", "model")
+            shown = short_repr(name)
+            raise not_found(f"the model {shown} is not served here; available: {', '.join(self.names)}", "model")
 
-    async def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Text as token ids."""
-        if self.tokenizer is None:
+    @property
+    def texts(self) -> TextEncoder:
+        """Tokenizes; raises without a tokenizer. For text that is not short, use it in `Exchange.work` only."""
+        encoder = self.llm.inputs.texts
+        if encoder is None:
             raise ValidationError(
                 "text needs a tokenizer, and the server runs with --skip-tokenizer-init: send token ids", "prompt"
             )
-        if len(text) < LONG_TEXT:
-            return self._encode(text, add_special_tokens)
-        return await asyncio.to_thread(self._encode, text, add_special_tokens)
+        return encoder
 
-    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        return encode_text(self.tokenizer, text, "prompt", add_special_tokens)
+    def tokenize(
+        self, text: str, add_special_tokens: bool = True, keep: int | None = None, field: str = "input_text"
+    ) -> list[int]:
+        """Text as token ids. Raises for a text that cannot fit, unless only the last `keep` tokens are wanted (-1: as
+        many as fit)."""
+        if keep is None:
+            return self.texts.encode(text, field, add_special_tokens)
+        return self.texts.encode_end(text, self.max_model_len if keep < 0 else keep, field, add_special_tokens)
 
     @functools.cached_property
     def vocabulary(self) -> Vocabulary | None:
         """The tokenizer's tokens as text; None without a tokenizer."""
         return None if self.tokenizer is None else Vocabulary(self.tokenizer)
-
-    def check_text(self, text: str, field: str = "input_text") -> None:
-        """Raise if a text has too many characters to fit the model: tokenizing megabytes takes seconds."""
-        if self.tokenizer is not None and len(text) > self._longest_text:
-            raise bad_request(
-                f"This model's maximum context length is {self.max_model_len} tokens. However, the prompt has "
-                f"{len(text)} characters; at most {self._longest_text} can fit. Shorten the prompt",
-                field,
-            )
-
-    @functools.cached_property
-    def _longest_text(self) -> int:
-        return self.max_model_len * max(map(len, self.tokenizer.get_vocab()))
 
     def check_length(self, prompt: int, output: int | None, field: str = "max_tokens") -> None:
         """Raise unless a prompt of `prompt` tokens and `output` generated tokens fit the model."""

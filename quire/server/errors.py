@@ -10,8 +10,10 @@ from http import HTTPStatus
 import msgspec
 
 from quire.errors import (
+    BusyError,
     CacheTooSmallError,
     EngineDeadError,
+    OutOfResourcesError,
     QuireError,
     ReplicaDownError,
     SessionBusyError,
@@ -22,6 +24,7 @@ from quire.errors import (
     StoreFullError,
     ValidationError,
 )
+from quire.resource_limits import as_resource_error, log_cause
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +49,7 @@ TYPES = {
     500: "InternalServerError",
     501: "NotImplementedError",
     503: "ServiceUnavailableError",
+    505: "NotImplementedError",
     507: "InsufficientStorageError",
 }
 SESSION_ERRORS: tuple[tuple[type[QuireError], int], ...] = (
@@ -134,15 +138,21 @@ def as_api_error(error: BaseException, retry_after: float = RETRY_SECONDS) -> Ap
     if isinstance(error, ApiError):
         return error
     if (status := next((status for kind, status in SESSION_ERRORS if isinstance(error, kind)), 0)) != 0:
+        if isinstance(error, StoreError) and status >= 500:
+            log_cause(str(error))
         return ApiError(status, str(error), param="session")
     if isinstance(error, ValidationError):
         return bad_request(str(error), error.parameter)
     if isinstance(error, CacheTooSmallError):
         return bad_request(str(error), "input_tokens")
+    if isinstance(error, BusyError):
+        return ApiError(429, str(error), headers={"Retry-After": retry_text(retry_after)})
     if isinstance(error, ReplicaDownError):
         return unavailable(str(error), retry_after)
     if isinstance(error, EngineDeadError):
         return unavailable(f"the engine is not running and is being restarted: {error}", retry_after)
+    if (short := error if isinstance(error, OutOfResourcesError) else as_resource_error(error)) is not None:
+        return unavailable(f"the server is out of resources: {short}", retry_after)
     if isinstance(error, QuireError):
         return ApiError(500, str(error))
     logger.error("a request failed with an unexpected exception", exc_info=error)
@@ -174,6 +184,8 @@ def as_decode_error(error: Exception, hints: Mapping[str, str]) -> ApiError:
     if isinstance(error, RecursionError):
         return bad_request("the body is nested too deep")
     text = str(error)
+    if len(text) > 2 * LONGEST_MESSAGE:  # it quotes a field's name of megabytes
+        text = text[:LONGEST_MESSAGE] + text[-LONGEST_MESSAGE:]
     if not isinstance(error, msgspec.ValidationError):
         return bad_request(f"the body is not valid JSON: {text}")
     at = match[1] if (match := _AT.search(text)) else ""

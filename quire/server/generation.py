@@ -33,6 +33,8 @@ SESSION_HEADER = "x-session-id"
 
 MERGE_QUEUE = 16
 """Outputs of several prompts that wait for the reader; beyond this, outputs merge in their own streams."""
+START_AT_ONCE = 8
+"""Prompts of one request that are sent to the engine before others have a turn."""
 
 
 @dataclass
@@ -133,9 +135,24 @@ def admit(context: ServerContext, exchange: Exchange, jobs: Sequence[GenerationJ
     for job in jobs:
         if job.params.n > most:
             raise bad_request(f"n is {job.params.n}; at most {most} (--max-samples)", "n")
+    _check_prompt_logprobs(context, jobs)
     context.check_serving()
     tickets = context.admission.enter([(job.params.n, len(job.tokens)) for job in jobs])
     return [EngineRequest(context, exchange, job, ticket) for job, ticket in zip(jobs, tickets, strict=True)]
+
+
+def _check_prompt_logprobs(context: ServerContext, jobs: Sequence[GenerationJob]) -> None:
+    """Each is an object, and they arrive for thousands of tokens at once."""
+    most, count = context.config.max_prompt_logprobs, 0
+    for job in jobs:
+        if (top := job.params.prompt_logprobs) is not None:
+            count += len(job.tokens) * (1 + (context.llm.info.model.vocab_size if top < 0 else top))
+    if count > most:
+        raise bad_request(
+            f"the prompt's tokens would have {count} logprobs; at most {most} in one response "
+            "(--max-prompt-logprobs). Request fewer for each token, or score the prompt in parts",
+            "prompt_logprobs",
+        )
 
 
 async def generate(
@@ -150,8 +167,12 @@ async def generate(
                 yield 0, output
         return
     queue: asyncio.Queue[tuple[int, RequestOutput | Exception | None]] = asyncio.Queue(maxsize=MERGE_QUEUE)
-    pumps = [asyncio.ensure_future(_pump(request, index, queue)) for index, request in enumerate(requests)]
+    pumps: list[asyncio.Future[None]] = []
     try:
+        for index, request in enumerate(requests):
+            pumps.append(asyncio.ensure_future(_pump(request, index, queue)))
+            if index % START_AT_ONCE == 0:
+                await asyncio.sleep(0)  # there may be a thousand: other requests run in between
         left = len(pumps)
         while left:
             index, item = await queue.get()

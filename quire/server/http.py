@@ -2,7 +2,8 @@
 
 A route is `async def route(context, exchange)`. It reads with `await exchange.read_json(Kind)`, answers with
 `await exchange.reply(struct)` or through `exchange.events()`, and raises for everything else: an error becomes the
-response, or the last event of a stream that has begun. While it generates it runs inside
+response, or the last event of a stream that has begun. Work that grows with the body, it does with
+`await exchange.work(function, …)`: for a small body at once, otherwise in a thread. While it generates it runs inside
 `async with exchange.interruptible()`: a client that disconnects, a deadline or the server's shutdown cancels the route,
 which cleans up in its own `finally` blocks.
 """
@@ -19,11 +20,12 @@ from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 import msgspec
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, QueryParams
 from starlette.types import Message, Receive, Scope, Send
 
+from quire.messages.json_limits import check_json
 from quire.server.errors import ApiError, as_decode_error, bad_request, error_json
-from quire.server.limits import OpenBodies
+from quire.server.limits import RequestLimits
 
 T = TypeVar("T")
 
@@ -33,13 +35,16 @@ EVENTS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # a proxy must not buffer events
 ]
+SMALL_BODY = 4096
+"""Bytes: requests up to this size are read and prepared in the event loop, others in a thread."""
+LONGEST_QUERY = 4096
 SLOWEST_BODY = 1024
 """Bytes per second: without it, a body sent byte by byte would never time out."""
 ABORT = "quire.abort"
 """Key of the ASGI scope that holds the function that aborts the connection."""
 DONE = b"data: [DONE]\n\n"
 
-_encode = msgspec.json.Encoder().encode
+encode = msgspec.json.Encoder().encode
 TIMEOUT_HEADER = "x-request-timeout"
 _timeout = getattr(asyncio, "timeout", None)
 """Since Python 3.11. Unlike `wait_for` it needs no task, which would cost every request a pass of the event loop."""
@@ -64,9 +69,7 @@ def error_event(error: ApiError) -> bytes:
 class Exchange:
     """One HTTP request and its response."""
 
-    def __init__(
-        self, scope: Scope, receive: Receive, send: Send, max_body: int, stall: float, bodies: OpenBodies
-    ) -> None:
+    def __init__(self, scope: Scope, receive: Receive, send: Send, limits: RequestLimits) -> None:
         self.scope = scope
         self.headers = Headers(scope=scope)
         self.arrived = time.monotonic()
@@ -93,9 +96,7 @@ class Exchange:
         self._task = asyncio.current_task()
         self._receive = receive
         self._send = send
-        self._max_body = max_body
-        self._stall = stall
-        self._bodies = bodies
+        self._limits = limits
         self._body_bytes = 0
         self._interruptible = 0
 
@@ -111,26 +112,43 @@ class Exchange:
         """The path parameters of the route."""
         return self.scope.get("path_params", {})
 
+    @property
+    def query(self) -> QueryParams:
+        """The query parameters; raises 400 for a long query, whose pairs would take long to parse."""
+        given: bytes = self.scope["query_string"]
+        if len(given) > LONGEST_QUERY:
+            raise bad_request(f"the query has {len(given)} bytes; at most {LONGEST_QUERY}")
+        return QueryParams(given)
+
     async def read_json(self, kind: type[T]) -> T:
         """The body as a struct; raises `ApiError` for anything else."""
         self._check_content_type()
-        body = decode(await self.read_body(), kind)
+        body = await self.work(self._decode, await self.read_body(), kind)
         self.client_names = getattr(body, "client_names", {})
         return body
 
-    async def read_body(self) -> bytes:
-        """The whole body; raises 413 if it is too large, 408 if it is too slow."""
+    def _decode(self, data: bytes, kind: type[T]) -> T:
+        check_json(data, self._limits.json, "the body")
+        body = decode(data, kind)
+        if len(data) > SMALL_BODY and (check := getattr(body, "check_sizes", None)) is not None:
+            check()
+        return body
+
+    async def read_body(self, longest: int | None = None) -> bytes:
+        """The whole body; raises 413 if it is too large, 408 if it is too slow. `longest`: bytes, if fewer than any
+        body may have."""
+        most = self._limits.max_body if longest is None else min(longest, self._limits.max_body)
         declared = self.headers.get("content-length", "")
-        if declared.isdecimal() and int(declared) > self._max_body:
-            raise self._too_large(int(declared))
+        if declared.isdecimal() and int(declared) > most:
+            raise self._too_large(int(declared), most)
         body, size, begin = [], 0, time.monotonic()
         while True:
-            message = await self._next_message(begin + self._stall + size / SLOWEST_BODY - time.monotonic())
+            message = await self._next_message(begin + self._limits.stall + size / SLOWEST_BODY - time.monotonic())
             piece: bytes = message.get("body", b"")
             size += len(piece)
-            if size > self._max_body:
-                raise self._too_large(size)
-            self._bodies.take(len(piece))
+            if size > most:
+                raise self._too_large(size, most)
+            self._limits.bodies.take(len(piece))
             self._body_bytes = size
             body.append(piece)
             if not message.get("more_body", False):
@@ -145,18 +163,34 @@ class Exchange:
                     message = await self._receive()
         except asyncio.TimeoutError:
             raise ApiError(
-                408, f"the body did not arrive within {self._stall:g} seconds", headers={"Connection": "close"}
+                408, f"the body did not arrive within {self._limits.stall:g} seconds", headers={"Connection": "close"}
             ) from None
         if message["type"] == "http.disconnect":
             raise ClientDisconnectedError
         return message
 
-    def _too_large(self, size: int) -> ApiError:
+    def _too_large(self, size: int, most: int) -> ApiError:
+        flag = " (--max-body-bytes)" if most == self._limits.max_body else ""
         return ApiError(
             413,
-            f"the body has {size} bytes or more; at most {self._max_body} (--max-body-bytes)",
+            f"the body has {size} bytes or more; at most {most}{flag}",
             headers={"Connection": "close"},  # otherwise the rest of it would have to be read
         )
+
+    async def work(self, function: Callable[..., T], *arguments: Any, is_long: bool = False) -> T:
+        """The result of a call whose time depends on the body: made in a thread if that is not small, or if it
+        `is_long` anyway."""
+        return await self.call(self._body_bytes > SMALL_BODY or is_long, function, *arguments)
+
+    async def call(self, in_thread: bool, function: Callable[..., T], *arguments: Any) -> T:
+        """The result of a call, made here or in a thread, when this tenant has a turn. A client that disconnects before
+        that ends the request."""
+        if not in_thread:
+            return function(*arguments)
+        if self._interruptible:
+            return await self._limits.work.run(function, *arguments, tenant=self.tenant)
+        async with self.interruptible():
+            return await self._limits.work.run(function, *arguments, tenant=self.tenant)
 
     def _check_content_type(self) -> None:
         given = self.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -183,7 +217,7 @@ class Exchange:
         self, body: Any, status: int = 200, headers: Mapping[str, str] | None = None, content_type: bytes = JSON
     ) -> None:
         """Send the whole response: a struct, or encoded bytes."""
-        data = body if isinstance(body, bytes) else _encode(body)
+        data = body if isinstance(body, bytes) else encode(body)
         listed = [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in (headers or {}).items()]
         if data:
             listed.append((b"content-type", content_type))
@@ -230,7 +264,7 @@ class Exchange:
     def end(self) -> None:
         """The route has ended: release the body's memory; interruptions have no effect any more."""
         self._task = None
-        self._bodies.release(self._body_bytes)
+        self._limits.bodies.release(self._body_bytes)
         self._body_bytes = 0
 
     def abort(self) -> None:
@@ -283,7 +317,7 @@ class EventStream:
 
     async def send(self, event: Any) -> None:
         """Send one event with a struct as its data."""
-        await self.send_bytes(b"data: " + _encode(event) + b"\n\n")
+        await self.send_bytes(b"data: " + encode(event) + b"\n\n")
 
     async def send_bytes(self, data: bytes) -> None:
         """Send one or more encoded events."""
@@ -307,7 +341,7 @@ class EventStream:
 
 def named_event(name: str, event: Any) -> bytes:
     """An encoded event with a name."""
-    return b"event: " + name.encode() + b"\ndata: " + _encode(event) + b"\n\n"
+    return b"event: " + name.encode() + b"\ndata: " + encode(event) + b"\n\n"
 
 
 @functools.lru_cache(maxsize=64)

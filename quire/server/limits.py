@@ -1,15 +1,37 @@
-"""Limits on the queue, in sequences and prompt tokens, and on the memory of request bodies."""
+"""Limits on the queue, in sequences and prompt tokens, on request bodies, and on the work they make."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+from quire.api.work_pool import WorkPool
+from quire.messages.json_limits import JsonLimits
 from quire.server.errors import ApiError, retry_text
 
 REMEMBERED_ENDS = 64
 LONGEST_RETRY_SECONDS = 60.0
+BODY_VALUES = 1 << 18
+"""Default of max_body_values: so many are decoded in 20 ms. Long prompts of token ids need more."""
+BODY_DEPTH = 80
+"""Free-form fields may be nested to 64 levels, a few levels below the body."""
+OPEN_BODY_BYTES, OPEN_BODY_SIZES = 256 << 20, 8
+"""Default of max_open_body_bytes; at least so many sizes of the longest body."""
+
+
+@dataclass(frozen=True)
+class RequestLimits:
+    """What one request may send, and where its work is done."""
+
+    max_body: int
+    """Bytes."""
+    stall: float
+    """Seconds without progress."""
+    bodies: OpenBodies
+    json: JsonLimits
+    work: WorkPool
 
 
 class OpenBodies:

@@ -18,6 +18,7 @@ import uvicorn
 from quire.api.async_llm import AsyncLLM
 from quire.config import EngineConfig
 from quire.errors import ConfigError
+from quire.resource_limits import raise_descriptor_limit
 from quire.server.app import make_app
 from quire.server.config import ServerConfig
 from quire.server.context import ServerContext
@@ -28,7 +29,6 @@ logger = logging.getLogger(__name__)
 BACKLOG = 2048
 KEEP_ALIVE_SECONDS = 75
 """Idle connections are closed after this; longer than clients keep theirs, so that clients close first."""
-MAX_DESCRIPTORS = 65536
 FLUSH_SECONDS = 2
 """Time that interrupted responses get to leave the socket."""
 
@@ -37,7 +37,7 @@ def serve(
     engine: EngineConfig, config: ServerConfig, on_ready: Callable[[ServerContext, str], None] | None = None
 ) -> int:
     """Run a server until a signal stops it. `on_ready` is called with it and its address when it accepts requests."""
-    allow_many_connections()
+    raise_descriptor_limit()
     with listening(config) as (sock, url):
         llm = AsyncLLM.from_config(engine, spares_torch=True)
         try:
@@ -45,17 +45,6 @@ def serve(
         finally:
             llm.shutdown()
     return 0
-
-
-def allow_many_connections() -> None:
-    """Raise the limit on file descriptors: each connection needs one, and the usual limit is 1,024."""
-    with contextlib.suppress(ImportError, OSError, ValueError):  # not on every platform, and not always permitted
-        import resource
-
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        wanted = MAX_DESCRIPTORS if hard < 0 else min(hard, MAX_DESCRIPTORS)  # -1: no limit
-        if 0 <= soft < wanted:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def run_loop(main: Coroutine[Any, Any, None]) -> None:

@@ -161,7 +161,7 @@ class TestMessages:
         assert '"arguments": {"q": "x"}' in as_object
         assert '"arguments": {}' in self.render(tokenizer, asked(""))
         for broken in ("{", "[1]", "7", "[" * 100_000):
-            with pytest.raises(ValidationError, match="JSON"):
+            with pytest.raises(ValidationError, match="JSON|more than 65536 values"):
                 self.render(tokenizer, asked(broken))
 
     def test_an_answer_that_only_calls_has_no_content(self, tokenizer: Any) -> None:

@@ -170,7 +170,7 @@ def test_a_request_bigger_than_the_cache(make_llm: Any) -> None:
         ({"frobnicate": 7}, "frobnicate.*7"),
         ({"tensor_parallel_size": 3}, "heads cannot be split over 3"),
         ({"enable_lora": True}, "enable_lora=True is not supported"),
-        ({"speculative_config": {"method": "ngram"}}, "speculative_config"),
+        ({"speculative_config": {"method": "medusa"}}, "method 'medusa' is not supported: use an EAGLE-3 head"),
         ({"quantization": "awq"}, "quantization is 'awq', but .* is not quantized"),
         ({"runner": "draft"}, "runner='draft'"),
         ({"dtype": "int8"}, "dtype.*int8"),

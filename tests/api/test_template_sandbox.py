@@ -6,6 +6,8 @@ import contextlib
 import resource
 import threading
 import time
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -187,6 +189,59 @@ def test_nothing_outside_is_reached(renderer: ChatRenderer, name: str) -> None:
 def test_what_cannot_be_compiled_is_refused(renderer: ChatRenderer, template: str) -> None:
     seconds, why = refused(renderer, template)
     assert seconds < 2 and len(why) < 700
+
+
+SLOW_TO_COMPILE = {
+    "comparisons": "{{ 1" + " < 1" * 60_000 + " }}",
+    "joins": "{{ a" + " ~ a" * 60_000 + " }}",
+    "items": "{{ [" + "1, " * 60_000 + "] }}",
+    "pairs": "{{ {" + "1: 1, " * 40_000 + "} }}",
+    "expressions": "{{ a }}" * 30_000,
+    "assignments": "{% set a = 1 %}" * 15_000,
+    "scopes": "{% for a in b %}" * 19 + "".join(f"{{% set v{i} = 1 %}}" for i in range(10_000)) + "{% endfor %}" * 19,
+    "branches": "".join(f"{{% if a %}}{{% set v{i} = 1 %}}{{% endif %}}" for i in range(5_000)),
+    "macros": "".join(f"{{% macro m{i}() %}}{{% endmacro %}}" for i in range(6_000)),
+    "arguments": "{{ f(" + ", ".join(f"a{i}=1" for i in range(20_000)) + ") }}",
+    "calls": "{% call a() %}{% endcall %}" * 8_000,
+}
+
+
+@pytest.mark.parametrize("name", SLOW_TO_COMPILE)
+def test_compiling_is_within_the_budget(name: str) -> None:
+    limits = TemplateLimits(seconds=SECONDS)
+    renderer = ChatRenderer(tiny_tokenizer(), limits=limits, request_limits=replace(limits, code=1 << 18))
+    seconds, why = refused(renderer, SLOW_TO_COMPILE[name])
+    assert seconds < SECONDS + 5  # the clock runs on while a neighbour shares the core
+    assert any(text in why for text in ("ran longer than its", "program of more than", "named arguments"))
+
+
+def test_compiling_and_rendering_of_a_requests_template_share_a_budget() -> None:
+    limits = TemplateLimits(seconds=1.0, code=1 << 24)
+    renderer = ChatRenderer(tiny_tokenizer(), limits=limits, request_limits=limits)
+    long = "{% set a = 1 %}" * 10_000 + "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    seconds, _ = refused(renderer, long)
+    assert seconds < 6
+    own = ChatRenderer(tiny_tokenizer(), long, limits=limits)  # compiled once: the budget is the rendering's
+    start = time.thread_time()
+    with pytest.raises(ValidationError, match="ran longer"):
+        own.render_text(HELLO)
+    assert time.thread_time() - start > 1.0
+
+
+def test_an_inline_template_without_a_brace_is_refused_by_name(tmp_path: Path) -> None:
+    for text in ("x" * 5_000, "missing.jinja", "/" + "d/" * 3_000, "a" * 300):
+        with pytest.raises(ValidationError, match="not the name of a file, and no template") as caught:
+            ChatRenderer(tiny_tokenizer(), text)
+        assert len(str(caught.value)) < 300
+        with pytest.raises(ValidationError, match="no template"):
+            ChatRenderer(tiny_tokenizer()).render_text(HELLO, chat_template=text)
+    with pytest.raises(ValidationError, match="cannot be read|no template"):
+        ChatRenderer(tiny_tokenizer(), "a\0b")
+    (tmp_path / "latin").write_bytes(b"{{ '\xff' }}")
+    with pytest.raises(ValidationError, match="cannot be read"):
+        ChatRenderer(tiny_tokenizer(), str(tmp_path / "latin"))
+    (tmp_path / "good").write_text("{{ messages[0].content }}")
+    assert ChatRenderer(tiny_tokenizer(), str(tmp_path / "good")).render_text(HELLO) == HELLO[0]["content"]
 
 
 def test_an_escape_attempt_reads_as_nothing_or_fails() -> None:

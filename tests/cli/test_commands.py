@@ -163,6 +163,17 @@ def test_bench_latency_reports_as_vllm_does(quire, byte_llama, tmp_path):
     assert figures["percentiles"]["50"] == sorted(figures["latencies"])[1]
 
 
+def test_bench_latency_compares_drafts_with_none(quire, byte_llama, tmp_path):
+    file = tmp_path / "latency.json"
+    ran = quire(
+        "bench", "latency", "--model", byte_llama, *SMALL, "--batch-size", 1, "--num-iters", 1, "--num-iters-warmup", 1,
+        "--spec-method", "ngram", "--synthetic-acceptance", "1,0.5", "--output-json", file,
+    )  # fmt: skip
+    assert ran.code == 0, ran.err
+    assert "against none" in ran.out
+    assert json.loads(file.read_text())["speedup_against_none"] > 0
+
+
 def test_bench_refuses_lengths_beyond_the_model(quire, byte_llama):
     ran = quire("bench", "latency", "--model", byte_llama, "--input-len", 100, "--output-len", 100)
     assert ran.code == 2

@@ -36,6 +36,7 @@ VALUES = {
     "tenant_weights": {"gold": 2.5, "*": 1},
     "tenant_max_rows": {"gold": 0.5, "*": 3},
     "tenant_max_blocks": {"*": 0.25},
+    "speculative_config": {"method": "ngram", "num_speculative_tokens": 3},
 }
 NEEDS = {
     **{key: {"scheduling_policy": "fair"} for key in ("tenant_weights", "tenant_max_rows", "tenant_max_blocks")},
@@ -116,13 +117,33 @@ def test_a_size_may_be_auto_where_the_config_says_so():
 
 
 def test_short_flags_are_vllms():
-    assert engine_settings(parse("-tp", "2", "-pp", "3", "-dp", "4", "-ep", "-q", "fp8")) == {
+    assert engine_settings(parse("-tp", "2", "-pp", "3", "-dp", "4", "-ep", "-q", "fp8", "-sc", "{}")) == {
         "tensor_parallel_size": 2,
         "pipeline_parallel_size": 3,
         "data_parallel_size": 4,
         "enable_expert_parallel": True,
         "quantization": "fp8",
+        "speculative_config": {},
     }
+
+
+def test_keys_of_an_object_may_be_flags_of_their_own():
+    dotted = parse("--speculative_config.num_speculative_tokens", "3", "--speculative-config.method=ngram", "--seed=1")
+    assert engine_settings(dotted) == {
+        "speculative_config": {"num_speculative_tokens": 3, "method": "ngram"},
+        "seed": 1,
+    }
+    with pytest.raises(UsageError, match="both as an object and by its keys"):
+        parse("--hf-overrides", "{}", "--hf-overrides.a", "1")
+    with pytest.raises(UsageError, match="needs a value"):
+        parse("--hf-overrides.a")
+    with pytest.raises(UsageError, match="unknown argument --no-such"):
+        parse("--no-such.a", "1")
+
+
+def test_vllms_short_names_of_speculation():
+    expected = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 4}}
+    assert engine_settings(parse("--spec-method", "ngram", "--spec-tokens", "4")) == expected
 
 
 def test_vllm_flags_without_effect_are_accepted():
@@ -131,7 +152,7 @@ def test_vllm_flags_without_effect_are_accepted():
 
 
 @pytest.mark.parametrize(
-    "flags", [["--enable-lora"], ["--speculative-config", '{"method": "ngram"}'], ["--enable-sleep-mode"]], ids=str
+    "flags", [["--enable-lora"], ["--kv-transfer-config", '{"kv_role": "both"}'], ["--enable-sleep-mode"]], ids=str
 )
 def test_vllm_flags_that_are_not_supported_are_refused_by_name(flags):
     with pytest.raises(UsageError, match=f"{flags[0]}.* is not supported"):

@@ -191,6 +191,20 @@ def test_an_invalid_line_is_reported_once_however_often_the_batch_is_run(tmp_pat
     assert (grown.counters.done, grown.counters.failed, grown.skipped) == (1, 1, 6)
 
 
+def test_refused_lines_that_have_moved_are_not_reported_again(tmp_path):
+    """Line numbers are in the messages; a line that comes before changes them."""
+    busy_twice.calls = 2
+    wrong = ["no JSON", line("elsewhere", "/v1/files"), '{"custom_id": 5}', completion("a", stream=True), "no JSON"]
+    (tmp_path / "in").write_text("\n".join(wrong))
+    assert run_with(busy_twice, str(tmp_path / "in"), str(tmp_path / "out")).counters.done == 5
+    for added in ("", completion("b"), "no JSON", "[]"):
+        text = (tmp_path / "in").read_text()
+        (tmp_path / "in").write_text(f"{added}\n{text}")
+        again = run_with(busy_twice, str(tmp_path / "in"), str(tmp_path / "out"))
+        assert again.counters.done == (1 if added else 0), added
+    assert (tmp_path / "out").read_text().count("\n") == 8
+
+
 def test_results_may_go_to_standard_output(tmp_path, capsys):
     busy_twice.calls = 2
     (tmp_path / "in").write_text(completion("a") + "\n" + completion("b"))

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from quire import resource_limits
 from quire.server import serve
 from quire.server.lifecycle import connection
 from tests.processes import rss
@@ -101,6 +102,40 @@ class TestSmuggling:
         for line in ("upgrade: websocket", "upgrade: websocket, h2c"):
             request = request_head("/version", None, "connection: upgrade, close", line, method="GET")
             assert statuses(attacked.exchange(request)) == [200]
+
+    @pytest.mark.parametrize(
+        "data, status",
+        [
+            (b"GET /health HTTP/1.1\r\n\r\n", 400),
+            (b"GET /health HTTP/1.1\r\nhost: a\r\nhost: a\r\n\r\n", 400),
+            (b"GET /health HTTP/1.1\r\nhost: a b\r\n\r\n", 400),
+            (b"GET /health HTTP/1.1\r\nhost: a/b@c\r\n\r\n", 400),
+            (b"GET /health HTTP/1.0\r\nhost: a\r\nhost: b\r\n\r\n", 400),
+            (b"GET /health HTTP/1.1\r\nconnection: upgrade\r\nupgrade: h2c\r\n\r\n", 400),
+            (b"POST /version HTTP/1.0\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n", 400),
+            (b"POST /version HTTP/1.1\r\nhost: a\r\ntransfer-encoding: gzip, chunked\r\n\r\n0\r\n\r\n", 501),
+            (b"POST /version HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\ntransfer-encoding: chunked\r\n\r\n"
+             b"0\r\n\r\n", 400),
+            (b"GET /health HTTP/0.9\r\nhost: a\r\n\r\n", 505),
+            (b"GET /health HTTP/2.0\r\nhost: a\r\n\r\n", 505),
+        ],
+    )  # fmt: skip
+    def test_ambiguous_hosts_codings_and_versions(self, attacked: AttackedServer, data: bytes, status: int) -> None:
+        answer = attacked.exchange(data + HEALTH)
+        assert statuses(answer) == [status]
+        assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == status
+        assert statuses(attacked.exchange(HEALTH + data, answers=2))[0] == 200  # one before it is answered
+
+    @pytest.mark.parametrize("host", [b"a.example", b"[::1]:8000", b"127.0.0.1:8000", b"", b"a_b.example:80"])
+    def test_hosts_that_clients_send(self, attacked: AttackedServer, host: bytes) -> None:
+        assert statuses(attacked.exchange(b"GET /health HTTP/1.1\r\nHost: " + host + b"\r\n\r\n", answers=1)) == [200]
+
+    @pytest.mark.parametrize("letter", ["a", "%00", "%F0%9F%98%80"])
+    def test_an_unknown_path_is_not_repeated_at_length(self, attacked: AttackedServer, letter: str) -> None:
+        before = len(attacked.stderr)
+        answer = attacked.request("GET", f"/{letter * (60_000 // len(letter))}")
+        assert answer.status_code == 404 and len(answer.content) < 1500 and "/openapi.json" in answer.text
+        assert len(attacked.stderr) - before < 1000
 
 
 class TestOldClients:
@@ -296,8 +331,8 @@ def test_the_descriptor_limit_is_raised_to_the_hard_limit() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (1000, hard))
     try:
-        serve.allow_many_connections()
-        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (min(hard, serve.MAX_DESCRIPTORS), hard)
+        resource_limits.raise_descriptor_limit()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (min(hard, resource_limits.MAX_DESCRIPTORS), hard)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 

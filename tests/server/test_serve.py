@@ -111,7 +111,7 @@ def test_tls(serving: Callable[..., Live], tmp_path: Path) -> None:
     ("text", "words"),
     [
         ("portt: 1", "did you mean --port"),
-        ("speculative-config: {}", "--speculative-config {} is not supported"),
+        ("compilation-config: {a: 1}", '--compilation-config {"a": 1} is not supported'),
         ("port: many", "invalid int value"),
         ("- port", "must map flag names"),
         ("port: [", "cannot be read"),

@@ -10,7 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
+import numpy as np
 import pytest
+from blake3 import blake3
 
 from quire import LLM, SamplingParams
 from tests.server.conftest import Host, Live
@@ -107,6 +110,33 @@ def test_an_exported_session_can_be_imported(sessions: Live, uninterrupted: tupl
     assert turn(sessions, "b", input=MORE)["choices"][0]["token_ids"] == uninterrupted[1]
     damaged = {**binary, "content": file.content[:-1] + b"?"}
     assert sessions.client.post("/v1/sessions/import?id=c", **damaged).status_code == 400
+
+
+def exported(**fields: Any) -> bytes:
+    """An export file with a right checksum and these fields instead of honest ones."""
+    body = msgspec.msgpack.encode(fields)
+    return b"quireSE\n" + (1).to_bytes(4, "little") + blake3(body).digest() + body
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *({"tokens": np.array([5, token, 6], "<i4").tobytes()} for token in (-1, 128, 2**31 - 1, -(2**31))),
+        {"tokens": b"\0\0\0"}, {"tokens": "text"}, {"name": "a/../b"}, {"name": "x" * 10_000},
+        {"meta": {"a": "b" * 10_000}}, {"meta": {"a": 1}}, {"meta": 7}, {"created": "now"}, {"fingerprint": b""},
+        {"more": msgspec.Raw(b"\x91" * 100_000 + b"\x90")}, {"name": msgspec.Raw(b"\xa2\xff\xff")},
+    ],
+)  # fmt: skip
+def test_an_import_of_impossible_values_is_refused(sessions: Live, changes: dict[str, Any]) -> None:
+    """The checksum is no proof: it can be computed again."""
+    sessions.post("/v1/sessions", {"id": "a", "input": BEGIN})
+    honest = msgspec.msgpack.decode(sessions.client.get("/v1/sessions/a/export").content[44:])
+    kind = {"content-type": "application/octet-stream"}
+    assert sessions.client.post("/v1/sessions/import?id=b", content=exported(**honest), headers=kind).status_code == 200
+    answer = sessions.client.post("/v1/sessions/import?id=c", content=exported(**honest | changes), headers=kind)
+    assert answer.status_code == 400, answer.text
+    assert len(answer.text) < 1000
+    assert sessions.client.get("/v1/sessions/c").status_code == 404
 
 
 def test_chat_with_the_whole_conversation_can_use_a_session(sessions: Live) -> None:

@@ -36,7 +36,9 @@ class TemplateLimits:
     depth: int = 128
     """Maximum nesting of lists and dicts."""
     source: int = 1 << 20
-    """Characters of a template."""
+    """Characters of a template…"""
+    code: int = 4 << 20
+    """…and of the Python that it becomes: compiling that cannot be interrupted, and takes about 0.5 µs for each."""
 
 
 class Budget:
@@ -53,6 +55,14 @@ class Budget:
         self._total = 0
         self._known: dict[int, tuple[Any, int, int]] = {}
         """Sizes and depths of containers by id; the reference keeps the id valid. Templates cannot change them."""
+
+    def check_code(self, size: int) -> None:
+        """Refuse a template that becomes Python of this many characters."""
+        if size > self.limits.code:
+            raise OverBudgetError(
+                f"the chat template becomes a program of more than {self.limits.code} characters: it has too many tags "
+                "and expressions"
+            )
 
     def spend(self, work: int) -> None:
         """Charge for work that takes about as long as copying this many characters."""

@@ -2,16 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from jinja2 import nodes
 from jinja2.compiler import CodeGenerator, Frame
+from jinja2.lexer import Token, TokenStream
+
+from quire.api.templates.budget import OverBudgetError, budget
+
+MAX_KEYWORDS = 256
+_NODE_WORK = 64
+"""What a token or a node costs, in the budget's unit: copying a character."""
+
+
+def charged_tokens(stream: TokenStream) -> Iterator[Token]:
+    """The same tokens; each is charged, with what parsing it takes."""
+    account = budget()
+    for token in stream:
+        account.spend(_NODE_WORK)
+        yield token
 
 
 class BudgetedCodeGenerator(CodeGenerator):
     """Routes blocks, literals, slices, joins and comparisons through the environment, which charges for them; operators
-    and calls go through it anyway."""
+    and calls go through it anyway. Generating code is charged itself."""
+
+    def visit(self, node: nodes.Node, *args: Any, **kwargs: Any) -> Any:
+        budget().spend(_NODE_WORK)
+        return super().visit(node, *args, **kwargs)
+
+    def write(self, x: str) -> None:
+        account = budget()
+        account.spend(len(x))
+        account.check_code(self.stream.tell())
+        super().write(x)
+
+    def enter_frame(self, frame: Frame) -> None:
+        # Jinja copies the names of outer scopes into each inner one, and writes out what it assigns.
+        symbols = frame.symbols
+        budget().spend(_NODE_WORK * (len(symbols.refs) + len(symbols.loads) + len(symbols.stores)))
+        super().enter_frame(frame)
+
+    def signature(self, node: Any, frame: Frame, extra_kwargs: Mapping[str, Any] | None = None) -> None:
+        if len(node.kwargs) > MAX_KEYWORDS:  # Python compares each with each
+            raise OverBudgetError(f"a call has {len(node.kwargs)} named arguments; at most {MAX_KEYWORDS}")
+        super().signature(node, frame, extra_kwargs)
 
     def blockvisit(self, nodes: Iterable[nodes.Node], frame: Frame) -> None:
         self.writeline("environment.step()")

@@ -11,6 +11,7 @@ import jinja2
 from jinja2 import nodes
 from jinja2.exceptions import SecurityError, TemplateError
 from jinja2.ext import Extension, loopcontrols
+from jinja2.lexer import Token, TokenStream
 from jinja2.parser import Parser
 from jinja2.runtime import BlockReference, Context, LoopContext, Macro, Undefined
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedEscapeFormatter, SandboxedFormatter
@@ -26,7 +27,7 @@ from quire.api.templates.builtins import (
     check_printf,
     method_of,
 )
-from quire.api.templates.compiling import BudgetedCodeGenerator, Expectations
+from quire.api.templates.compiling import BudgetedCodeGenerator, Expectations, charged_tokens
 
 _LONGEST_DATE = 32
 
@@ -139,6 +140,10 @@ class GenerationTag(Extension):
     """`{% generation %}`: marks the assistant's text for training; here it only opens a scope."""
 
     tags = {"generation"}  # noqa: RUF012
+
+    def filter_stream(self, stream: TokenStream) -> Iterable[Token]:
+        """Every token of every template passes here on its way to the parser."""
+        return charged_tokens(stream)
 
     def parse(self, parser: Parser) -> nodes.Node:
         """The tag's body, as a call that returns it."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import sys
 import threading
 import uuid
+from collections import Counter
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
@@ -17,6 +19,7 @@ from quire.errors import ValidationError
 
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
 STANDARD = "-"
+_LINE = re.compile(r"line \d+: ")
 MAX_ID_LENGTH = 4096
 PIPE_READ_AHEAD = 64
 """Lines read from a pipe ahead of use."""
@@ -118,14 +121,18 @@ def _custom_id(text: bytes) -> str | None:
         return None
 
 
+def _without_number(message: str) -> str:
+    return _LINE.sub("", message, count=1)
+
+
 class BatchOutput(AbstractContextManager["BatchOutput"]):
     """Writes results as they arrive. An existing file is continued."""
 
     def __init__(self, name: str, overwrite: bool = False) -> None:
         self.done: set[str] = set()
         """custom_ids with a result from an earlier run."""
-        self.reported: set[str] = set()
-        """Error messages of an earlier run for invalid lines; each has its line's number."""
+        self._reported: Counter[str] = Counter()
+        """Errors of an earlier run for lines without a custom_id. Their line numbers may have changed since."""
         self._file: BinaryIO
         if name == STANDARD:
             self._file = sys.stdout.buffer
@@ -149,15 +156,23 @@ class BatchOutput(AbstractContextManager["BatchOutput"]):
                 whole += len(line)
                 try:
                     result = msgspec.json.decode(line, type=BatchResult)
-                except msgspec.MsgspecError as error:
+                except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
                     raise ValidationError(
                         f"{path}, line {number}, is not a batch result ({error}): give another --output-file, or "
                         "use --overwrite"
                     ) from None
                 if result.custom_id is not None:
                     self.done.add(result.custom_id)
-                if result.error is not None:
-                    self.reported.add(result.error.message)
+                elif result.error is not None:
+                    self._reported[_without_number(result.error.message)] += 1
+
+    def was_reported(self, error: LineError) -> bool:
+        """Whether an earlier run has written this line's error. Each result stands for one line."""
+        if error.custom_id is not None:
+            return error.custom_id in self.done
+        message = _without_number(str(error))
+        self._reported[message] -= 1
+        return self._reported[message] >= 0
 
     def write(self, result: BatchResult) -> None:
         """Write and flush one line: results so far survive if the process is killed."""

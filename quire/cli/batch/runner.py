@@ -64,7 +64,7 @@ class BatchRunner:
                     raise LineError("duplicate_custom_id", what, request.custom_id)
                 seen.add(request.custom_id)
             except LineError as error:
-                if str(error) in output.reported:
+                if output.was_reported(error):
                     self.skipped += 1
                     continue
                 result = BatchResult.of_error(error)

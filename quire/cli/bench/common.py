@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quire.cli.bench.profile import make_folder
+from quire.cli.bench.speculation import with_synthetic
 from quire.cli.engine_flags import engine_settings
 from quire.cli.terminal import table
 from quire.cli.values import output_file
@@ -27,7 +28,7 @@ Rows = list[tuple[str, str]]
 
 def bench_settings(args: argparse.Namespace) -> dict[str, Any]:
     """Engine settings; with dummy weights no tokenizer is loaded."""
-    settings = engine_settings(args)
+    settings = with_synthetic(engine_settings(args), args.synthetic_acceptance)
     if settings.get("load_format") == "dummy":
         settings.setdefault("skip_tokenizer_init", True)
     if args.profile and (size := settings.get("data_parallel_size", 1)) > 1:

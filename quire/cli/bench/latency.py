@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from typing import TYPE_CHECKING
 
 from quire.cli.bench.common import (
     add_output,
@@ -18,9 +19,20 @@ from quire.cli.bench.common import (
     waste_rows,
 )
 from quire.cli.bench.profile import add_profile, expected_steps, profile
+from quire.cli.bench.speculation import (
+    DraftCounts,
+    add_speculation,
+    speculation_metrics,
+    speculation_rows,
+    without_drafts,
+)
 from quire.cli.engine_flags import add_common, add_engine_flags
 from quire.cli.parser import Parser
 from quire.cli.values import positive, size
+
+if TYPE_CHECKING:
+    from quire.api.inputs import TokensPrompt
+    from quire.api.llm import LLM
 
 WHAT = """\
 Time one batch of random prompts from start to end, --num-iters times. The prefix cache is off by default: every
@@ -29,6 +41,7 @@ EXAMPLES = """
   quire bench latency --batch-size 1 --output-len 32
   quire bench latency --model qwen3-0.6b --input-len 1K --num-iters 20
   quire bench latency --batch-size 1 --profile
+  quire bench latency --batch-size 1 --speculative-config '{"method": "ngram"}'
 """
 PERCENTILES = (10, 25, 50, 75, 90, 99)
 
@@ -43,6 +56,7 @@ def configure(parser: Parser) -> None:
     load.add_argument("--n", type=positive, default=1, metavar="N", help="sequences per prompt (default: 1)")
     load.add_argument("--num-iters", type=positive, default=10, metavar="N", help="measured batches (default: 10)")
     load.add_argument("--num-iters-warmup", type=size, default=2, metavar="N", help="batches before those (default: 2)")
+    add_speculation(load)
     add_output(load)
     add_profile(load)
     add_engine_flags(parser)
@@ -53,20 +67,21 @@ def run(args: argparse.Namespace) -> int:
     """Measure and report."""
     from quire.api.llm import LLM
 
-    with LLM(**{"enable_prefix_caching": False, **bench_settings(args)}) as llm:
-        params = fixed_length(llm, args, args.n)
-        prompts = random_prompts(llm, args.batch_size, args.input_len, llm.llm_engine.config.seed)
-        latencies = []
-        for _ in range(args.num_iters_warmup + args.num_iters):
-            begin = time.perf_counter()
-            llm.generate(prompts, params, use_tqdm=False)
-            latencies.append(time.perf_counter() - begin)
+    settings = {"enable_prefix_caching": False, **bench_settings(args)}
+    with LLM(**settings) as llm:
+        before = DraftCounts.of(llm)
+        latencies = _measure(llm, args)
+        drafts = DraftCounts.of(llm).since(before)
         info, stats = llm.llm_engine.info, engine_stats(llm)
         profiled = None
         if args.profile:
             steps = expected_steps(llm, args.batch_size * args.n, args.input_len, args.output_len)
+            params, prompts = fixed_length(llm, args, args.n), _prompts(llm, args, 0)
             profiled = profile(llm, args, lambda: llm.generate(prompts, params, use_tqdm=False), steps)
-    latencies = sorted(latencies[args.num_iters_warmup :])
+    speedup = None
+    if (plain := without_drafts(settings, args)) is not None:
+        with LLM(**plain) as llm:
+            speedup = statistics.median(_measure(llm, args)) / statistics.median(latencies)
     average = statistics.mean(latencies)
     percentiles = {str(share): percentile(latencies, share) for share in PERCENTILES}
     report(
@@ -75,6 +90,7 @@ def run(args: argparse.Namespace) -> int:
             ("batch", f"{args.batch_size} of {args.input_len} + {args.output_len} tokens, {args.num_iters} times"),
             ("latency", f"{average:.3f} s on average, {1000 * average / args.output_len:.1f} ms per token"),
             ("percentiles", ", ".join(f"{share}%: {value:.3f} s" for share, value in percentiles.items())),
+            *speculation_rows(drafts, speedup),
             *waste_rows(stats, info.max_model_len),
         ],
         args,
@@ -82,6 +98,7 @@ def run(args: argparse.Namespace) -> int:
             "avg_latency": average,
             "latencies": latencies,
             "percentiles": percentiles,
+            **speculation_metrics(drafts, speedup),
             **waste_metrics(stats, info.max_model_len),
             **({"profile": profiled.metrics} if profiled else {}),
         },
@@ -89,3 +106,20 @@ def run(args: argparse.Namespace) -> int:
     if profiled:
         print(profiled.text)
     return 0
+
+
+def _prompts(llm: LLM, args: argparse.Namespace, iteration: int) -> list[TokensPrompt]:
+    """The prompts of a batch. None comes twice: a proposer might remember the answer."""
+    return random_prompts(llm, args.batch_size, args.input_len, llm.llm_engine.config.seed + iteration)
+
+
+def _measure(llm: LLM, args: argparse.Namespace) -> list[float]:
+    """Seconds of each batch, sorted."""
+    params = fixed_length(llm, args, args.n)
+    latencies = []
+    for iteration in range(args.num_iters_warmup + args.num_iters):
+        prompts = _prompts(llm, args, iteration)
+        begin = time.perf_counter()
+        llm.generate(prompts, params, use_tqdm=False)
+        latencies.append(time.perf_counter() - begin)
+    return sorted(latencies[args.num_iters_warmup :])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from typing import TYPE_CHECKING
 
 from quire.cli.bench.common import (
     add_output,
@@ -16,9 +17,20 @@ from quire.cli.bench.common import (
     waste_rows,
 )
 from quire.cli.bench.profile import add_profile, expected_steps, profile
+from quire.cli.bench.speculation import (
+    DraftCounts,
+    add_speculation,
+    speculation_metrics,
+    speculation_rows,
+    without_drafts,
+)
 from quire.cli.engine_flags import add_common, add_engine_flags
 from quire.cli.parser import Parser
 from quire.cli.values import positive
+
+if TYPE_CHECKING:
+    from quire.api.inputs import TokensPrompt
+    from quire.api.llm import LLM
 
 WHAT = """\
 Submit many prompts of random tokens at once, and time the engine until all have finished.
@@ -39,6 +51,7 @@ def configure(parser: Parser) -> None:
     load.add_argument("--input-len", type=positive, default=128, metavar="N", help="tokens per prompt (default: 128)")
     load.add_argument("--output-len", type=positive, default=128, metavar="N", help="tokens per output (default: 128)")
     load.add_argument("--n", type=positive, default=1, metavar="N", help="sequences per prompt (default: 1)")
+    add_speculation(load)
     add_output(load)
     add_profile(load)
     add_engine_flags(parser)
@@ -49,23 +62,22 @@ def run(args: argparse.Namespace) -> int:
     """Measure and report."""
     from quire.api.llm import LLM
 
-    with LLM(**bench_settings(args)) as llm:
-        params = fixed_length(llm, args, args.n)
-        seed = llm.llm_engine.config.seed
-        warm_up = params.clone()
-        warm_up.max_tokens = 2
-        llm.generate(random_prompts(llm, 1, args.input_len, seed + 1), warm_up, use_tqdm=False)
-        prompts = random_prompts(llm, args.num_prompts, args.input_len, seed)
-        begin = time.perf_counter()
-        outputs = llm.generate(prompts, params)
-        elapsed = time.perf_counter() - begin
+    settings = bench_settings(args)
+    with LLM(**settings) as llm:
+        before = DraftCounts.of(llm)
+        generated, elapsed = _measure(llm, args)
+        drafts = DraftCounts.of(llm).since(before)
         info, stats = llm.llm_engine.info, engine_stats(llm)
         counted = {metric.name: metric.value for metric in llm.get_metrics()}
         profiled = None
         if args.profile:
             steps = expected_steps(llm, args.num_prompts * args.n, args.input_len, args.output_len)
+            params, prompts = fixed_length(llm, args, args.n), _prompts(llm, args)
             profiled = profile(llm, args, lambda: llm.generate(prompts, params, use_tqdm=False), steps)
-    generated = sum(len(sequence.token_ids) for output in outputs for sequence in output.outputs)
+    speedup = None
+    if (plain := without_drafts(settings, args)) is not None:
+        with LLM(**plain) as llm:
+            speedup = _measure(llm, args)[1] / elapsed
     preemptions = int(counted["quire:num_preemptions"])
     total = generated + args.num_prompts * args.input_len
     report(
@@ -76,6 +88,7 @@ def run(args: argparse.Namespace) -> int:
             ("throughput", f"{args.num_prompts / elapsed:.2f} requests/s"),
             ("", f"{generated / elapsed:.1f} output tokens/s, {total / elapsed:.1f} with prompts"),
             ("preemptions", str(preemptions)),
+            *speculation_rows(drafts, speedup),
             *waste_rows(stats, info.max_model_len),
         ],
         args,
@@ -87,6 +100,7 @@ def run(args: argparse.Namespace) -> int:
             "tokens_per_second": total / elapsed,
             "output_tokens_per_second": generated / elapsed,
             "num_preemptions": preemptions,
+            **speculation_metrics(drafts, speedup),
             **waste_metrics(stats, info.max_model_len),
             **({"profile": profiled.metrics} if profiled else {}),
         },
@@ -94,3 +108,20 @@ def run(args: argparse.Namespace) -> int:
     if profiled:
         print(profiled.text)
     return 0
+
+
+def _prompts(llm: LLM, args: argparse.Namespace) -> list[TokensPrompt]:
+    return random_prompts(llm, args.num_prompts, args.input_len, llm.llm_engine.config.seed)
+
+
+def _measure(llm: LLM, args: argparse.Namespace) -> tuple[int, float]:
+    """Tokens that were generated, and the seconds it took."""
+    params = fixed_length(llm, args, args.n)
+    warm_up = params.clone()
+    warm_up.max_tokens = 2
+    llm.generate(random_prompts(llm, 1, args.input_len, llm.llm_engine.config.seed + 1), warm_up, use_tqdm=False)
+    prompts = _prompts(llm, args)
+    begin = time.perf_counter()
+    outputs = llm.generate(prompts, params)
+    elapsed = time.perf_counter() - begin
+    return sum(len(sequence.token_ids) for output in outputs for sequence in output.outputs), elapsed

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from typing import Any
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from quire.server.errors import ApiError, error_json, phrase
+from quire.resource_limits import are_descriptors_short, descriptor_limit, log_cause
+from quire.server.errors import ApiError, error_json, phrase, unavailable
 from quire.server.http import ABORT
 
 HEAD_SECONDS = 30.0
 """Seconds from connecting to the end of the first request's headers."""
+REFUSED_SECONDS = 1.0
+"""The same for a connection that will be refused."""
 MAX_PIPELINED = 16
 """Requests that a client may send before the first of them is answered."""
+
+VERSIONS = ("1.0", "1.1")
+_HOST = re.compile(rb"[A-Za-z0-9._~!$&'()*+,;=:%\[\]-]*")
 
 UPGRADE = (b"upgrade", b"http2-settings")
 """Headers that request another protocol; Connection lists them too."""
@@ -30,6 +37,10 @@ class LimitedProtocol(HttpToolsProtocol):
         self._is_in_head = True
         self._unframed_bytes = 0
         """Received since the last piece of a body or the end of a message: headers, trailers, chunk framing."""
+        self._is_one_too_many = False
+        """Few descriptors are left: it is answered with 503, and closed."""
+        self._refusal: ApiError | None = None
+        """Why the headers just parsed are refused."""
         self._ignores_input = False
         """Further input is discarded."""
         self._unanswered: list[RequestResponseCycle] = []
@@ -41,7 +52,10 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._head_timer = self.loop.call_later(HEAD_SECONDS, self._close_if_open)
+        sock = transport.get_extra_info("socket")
+        self._is_one_too_many = sock is not None and are_descriptors_short(sock.fileno())
+        seconds = REFUSED_SECONDS if self._is_one_too_many else HEAD_SECONDS
+        self._head_timer = self.loop.call_later(seconds, self._close_if_open)
 
     def connection_lost(self, exc: Exception | None) -> None:
         for timer in (self._head_timer, self._unread_timer, self.timeout_keep_alive_task):
@@ -57,6 +71,10 @@ class LimitedProtocol(HttpToolsProtocol):
         """Count headers as they arrive: the parser would buffer one that never ends."""
         if self._ignores_input:
             return
+        if self._is_one_too_many:
+            log_cause(f"connections leave no free file descriptor: the limit is {descriptor_limit()} (ulimit -n)")
+            self._reject(unavailable("the server has too many open connections; try again"))
+            return
         self._unframed_bytes += len(data)
         if self._is_in_head and self._unframed_bytes > self._max_head and self._is_unfinished(data):
             self._reject(self._headers_too_long())
@@ -67,7 +85,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._read_without_upgrade(data[upgrade.args[0] :])
             return
         except httptools.HttpParserError:
-            self._reject(ApiError(400, "the request is not valid HTTP/1.1"))
+            self._reject(self._refusal or ApiError(400, "the request is not valid HTTP/1.1"))
             return
         if not self._is_in_head and self._unframed_bytes > self._max_head:  # trailers: headers after a chunked body
             self._reject(self._headers_too_long())
@@ -94,6 +112,9 @@ class LimitedProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         if self.parser.should_upgrade():
             return  # parsed again without the upgrade
+        if (wrong := ambiguity(self.parser.get_http_version(), self.headers)) is not None:
+            self._refusal = wrong
+            raise ValueError  # stops the parser
         self._is_in_head = False
         self._unframed_bytes = 0
         if self._head_timer is not None:
@@ -132,7 +153,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if method == b"CONNECT":
             self._reject(ApiError(405, "CONNECT is not supported: this server is not a proxy"))
             return
-        head = [method + b" " + self.url + b" HTTP/1.1"]
+        head = [method + b" " + self.url + b" HTTP/" + self.parser.get_http_version().encode()]
         for name, value in self.headers:
             if name == b"connection":
                 kept = [token for token in value.split(b",") if token.strip().lower() not in UPGRADE]
@@ -192,6 +213,28 @@ class LimitedProtocol(HttpToolsProtocol):
         return ApiError(431, f"request line and headers are longer than {self._max_head} bytes (--max-header-bytes)")
 
 
+def ambiguity(version: str, headers: list[tuple[bytes, bytes]]) -> ApiError | None:
+    """What a proxy in front might have read differently: the host, or where the body ends. None: nothing."""
+    if version not in VERSIONS:
+        return ApiError(505, f"HTTP/{version} is not supported: use HTTP/1.1")
+    hosts = [value for name, value in headers if name == b"host"]
+    if len(hosts) != 1 and (hosts or version == "1.1"):
+        return ApiError(400, f"an HTTP/1.1 request has one Host header, and this one has {len(hosts)}")
+    if hosts and not _HOST.fullmatch(hosts[0]):
+        return ApiError(400, f"the Host header {hosts[0][:100].decode('latin-1')!r} is not a host")
+    codings = [value for name, value in headers if name == b"transfer-encoding"]
+    if codings and version == "1.0":
+        return ApiError(400, "HTTP/1.0 has no Transfer-Encoding: send Content-Length")
+    if codings and codings != [b"chunked"]:
+        parts = [part.strip().lower() for value in codings for part in value.split(b",")]
+        shown = b", ".join(codings)[:100].decode("latin-1")
+        if parts[-1] != b"chunked" or parts.count(b"chunked") > 1:  # the body has no end
+            return ApiError(400, f"Transfer-Encoding {shown!r} does not end in one 'chunked'")
+        if len(parts) > 1:
+            return ApiError(501, f"Transfer-Encoding {shown!r} is not supported: send the body as it is, or chunked")
+    return None
+
+
 def _disconnect(cycle: RequestResponseCycle) -> None:
     cycle.disconnected = True
     cycle.message_event.set()
@@ -202,6 +245,7 @@ def _raw_response(error: ApiError) -> bytes:
     body = error_json(error)
     head = (
         f"HTTP/1.1 {error.status} {phrase(error.status)}\r\n"
-        f"content-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
+        f"content-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n"
     )
+    head += "".join(f"{name.lower()}: {value}\r\n" for name, value in error.headers.items()) + "\r\n"
     return head.encode() + body

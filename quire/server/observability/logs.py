@@ -96,6 +96,8 @@ def access_fields(record: HttpRecord) -> dict[str, Any]:
             "prompt_tokens": record.prompt_tokens,
             "output_tokens": record.output_tokens,
             "cached_tokens": record.cached_tokens,
+            "draft_tokens": record.draft_tokens,
+            "accepted_tokens": record.accepted_tokens,
             "queue_ms": _milliseconds(record.queue_seconds),
             "ttft_ms": _milliseconds(record.first_token_seconds),
             "finish_reason": ",".join(dict.fromkeys(record.finish_reasons)),

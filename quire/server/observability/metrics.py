@@ -22,6 +22,7 @@ from quire.messages.metric_table import (
     BY_MODEL_LENGTH,
     ENGINE_METRICS,
     ROUTER_METRICS,
+    SPECULATION_METRICS,
     MetricSpec,
     bounds_by_length,
 )
@@ -199,13 +200,15 @@ class ServerMetrics:
                 yield _family(spec.name, spec, [((), self._values(spec))])
                 continue
             values = self._values_by_engine(spec)
+            if spec in SPECULATION_METRICS and not any(of_engine for _, (_, of_engine) in values):
+                continue  # there are no drafts
             for prefix in self._prefixes:
                 if prefix == OURS or not spec.is_ours:
                     yield _family(prefix + spec.name, spec, values)
 
     def _values_by_engine(self, spec: MetricSpec) -> list[tuple[Labels, Values]]:
         """A metric's values, by model and engine."""
-        if spec in ENGINE_METRICS or spec.name in PER_ENGINE:
+        if spec in ENGINE_METRICS or spec in SPECULATION_METRICS or spec.name in PER_ENGINE:
             return [((self._model_name, str(i)), engine.values(spec)) for i, engine in enumerate(self._engines)]
         engine = "0" if len(self._engines) == 1 else ALL_ENGINES
         return [((self._model_name, engine), self._values(spec))]

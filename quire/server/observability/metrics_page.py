@@ -10,6 +10,7 @@ from quire.messages.metric_table import (
     REQUEST_METRICS,
     ROUTER_METRICS,
     SERVER_METRICS,
+    SPECULATION_METRICS,
     MetricSpec,
 )
 
@@ -42,6 +43,13 @@ ENGINE = """
 
 Reported by the engine when the page is read. They restart at zero with the engine.
 """
+SPECULATION = """
+## Speculative decoding
+
+Reported by engines with `speculative_config`, and shown for each; without it they are left out. Those from
+`quire:spec_decode_probes` on are of the [tuner](speculative.md#it-tunes-itself): what it chose for the last step, and
+from what. `GET /admin/stats` has all of them under `speculation`.
+"""
 ROUTER = """
 ## Router
 
@@ -56,11 +64,11 @@ ELSEWHERE = """
 
 The same measurements for one request: `"return_metrics": true` in its body (or `--enable-per-request-metrics` for all)
 adds `metrics` to the response: `queue_time_ms`, `time_to_first_token_ms`, `generation_time_ms`, `mean_itl_ms`,
-`tokens_per_second`, `cached_tokens`, `preemptions`.
+`tokens_per_second`, `cached_tokens`, `preemptions`, and if drafts were verified `draft_tokens` and `accepted_tokens`.
 
 The log has a line for each request (`--log-format json` for machines): method, path, status, duration, request id,
-tenant, prompt, output and cached tokens, time in the queue, time to the first token, finish reason. Prompts are logged
-only with `--enable-log-requests`.
+tenant, prompt, output and cached tokens, drafts that were verified and accepted, time in the queue, time to the first
+token, finish reason. Prompts are logged only with `--enable-log-requests`.
 
 With the extra `traces` (`pip install 'quire[traces]'`) and `--otlp-traces-endpoint http://localhost:4318/v1/traces`
 each request that generates is a span with attributes of the `gen_ai` conventions, inside the caller's trace if it sends
@@ -77,6 +85,8 @@ def page() -> str:
             _table(REQUEST_METRICS),
             ENGINE,
             _table(ENGINE_METRICS),
+            SPECULATION,
+            _table(SPECULATION_METRICS),
             ROUTER,
             _table(ROUTER_METRICS),
             SERVER,

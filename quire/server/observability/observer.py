@@ -36,6 +36,8 @@ ROUTINE_PATHS = frozenset(("/health", "/ready", "/metrics", "/load", "/ping", "/
 """Routes polled every few seconds: logged at debug level and left out of HTTP latency metrics."""
 ROUTE = "quire.route"
 """Key of the ASGI scope that holds the matched route's path, as the route table has it."""
+LONGEST_PATH = 256
+"""Characters of a path in logs and traces."""
 TRACE_HEADERS = ("traceparent", "tracestate")
 
 
@@ -110,6 +112,16 @@ class GenerationRecord:
         return 0 if self.metrics is None else self.metrics.num_generation_tokens
 
     @property
+    def draft_tokens(self) -> int:
+        """Drafts verified so far, over all sequences."""
+        return 0 if self.metrics is None else self.metrics.num_draft_tokens
+
+    @property
+    def accepted_tokens(self) -> int:
+        """Those of them that were accepted."""
+        return 0 if self.metrics is None else self.metrics.num_accepted_tokens
+
+    @property
     def first_token_seconds(self) -> float | None:
         """Seconds from arrival to the first token; None without one."""
         metrics = self.metrics
@@ -157,6 +169,16 @@ class HttpRecord:
     @property
     def output_tokens(self) -> int:
         return sum(record.output_tokens for record in self.generations)
+
+    @property
+    def draft_tokens(self) -> int | None:
+        """Drafts that were verified; None: none."""
+        return sum(record.draft_tokens for record in self.generations) or None
+
+    @property
+    def accepted_tokens(self) -> int | None:
+        """Those of them that were accepted; None: there were no drafts."""
+        return self.draft_tokens and sum(record.accepted_tokens for record in self.generations)
 
     @property
     def finish_reasons(self) -> list[str]:
@@ -218,7 +240,7 @@ class Observer:
         record = HttpRecord(
             request_id=exchange.id,
             method=scope["method"],
-            path=scope["path"],
+            path=scope["path"][:LONGEST_PATH],
             handler="none",
             headers={name: exchange.headers[name] for name in TRACE_HEADERS if name in exchange.headers},
             arrived=exchange.arrived,

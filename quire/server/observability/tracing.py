@@ -72,6 +72,8 @@ class RequestTraces:
             "http.response.status_code": record.status or None,
             "url.path": record.path,
             "quire.tenant": record.tenant or None,
+            "quire.usage.draft_tokens": record.draft_tokens,
+            "quire.usage.accepted_tokens": record.accepted_tokens,
             **_request_attributes(record.generations[0]),
         }
         return {name: value for name, value in found.items() if value is not None}

@@ -8,8 +8,9 @@ from typing import Annotated, Any, ClassVar, Literal, Union
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from quire.errors import short_repr
 from quire.server.errors import bad_request
-from quire.server.protocol.common import HINTS, Body, RequestTimings, Usage, check_depth
+from quire.server.protocol.common import HINTS, Body, RequestTimings, Usage, check_conversation, check_free_form
 from quire.server.protocol.sampling import GenerationFields, structured_output_names
 from quire.server.protocol.values import (
     NOT_EMPTY,
@@ -168,8 +169,8 @@ class ChatRequest(GenerationFields, kw_only=True):
             raise bad_request(
                 "beam search returns logprobs of the chosen tokens only: top_logprobs must be 0", "top_logprobs"
             )
-        for name in ("chat_template_kwargs", "documents"):
-            check_depth(name, getattr(self, name))
+        check_free_form("chat_template_kwargs", self.chat_template_kwargs)
+        check_conversation("documents", self.documents)
         self._check_tools()
 
     def _check_tools(self) -> None:
@@ -180,13 +181,16 @@ class ChatRequest(GenerationFields, kw_only=True):
             return
         if not 0 < len(self.tools) <= MAX_TOOLS:
             raise bad_request(f"tools must have 1 to {MAX_TOOLS} entries, got {len(self.tools)}", "tools")
-        for tool in self.tools:
-            check_depth("tools", tool.function.parameters)
+        check_free_form("tools", *(tool.function.parameters for tool in self.tools))
         names = [tool.function.name for tool in self.tools]
         if isinstance(choice, str) and choice not in ("none", "auto", "required"):
-            raise bad_request(f"tool_choice must be none, auto, required or a tool; got {choice!r}", "tool_choice")
+            raise bad_request(
+                f"tool_choice must be none, auto, required or a tool; got {short_repr(choice)}", "tool_choice"
+            )
         if isinstance(choice, NamedTool) and choice.function.name not in names:
-            raise bad_request(f"tool_choice names {choice.function.name!r}, which is not among tools", "tool_choice")
+            raise bad_request(
+                f"tool_choice names {short_repr(choice.function.name)}, which is not among tools", "tool_choice"
+            )
         if not all(names):
             raise bad_request("a tool has an empty name", "tools")
 

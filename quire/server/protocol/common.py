@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
+from quire.errors import short_repr
 from quire.messages.outputs import RequestMetrics, RequestOutput
 from quire.server.errors import bad_request
 from quire.server.protocol.values import Prompt
 
 MAX_JSON_DEPTH = 64
-"""Nesting levels allowed in free-form JSON (schemas, tool parameters)."""
+"""Nesting levels allowed in free-form JSON (schemas, tool parameters)…"""
+MAX_FREE_VALUES = 1 << 15
+"""…its values…"""
+MAX_FREE_CHARACTERS = 1 << 20
+"""…and the characters of its texts."""
+MAX_SHORT_TEXT = 4096
+"""Characters of names, ids and other texts that no model reads."""
+MAX_METADATA_ENTRIES = 64
+MAX_METADATA_CHARACTERS = 1 << 15
+FEW_PROMPTS = 16
 
 _INSTEAD = "use structured_outputs or response_format"
 HINTS: Mapping[str, str] = {
@@ -54,11 +66,22 @@ class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     hints: ClassVar[Mapping[str, str]] = HINTS
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
     """Fields that are accepted only with these values, which have no effect."""
+    long_texts: ClassVar[frozenset[str]] = frozenset({"prompt", "input", "instructions", "system", "chat_template"})
+    """Fields whose text may be long."""
 
     @property
     def client_names(self) -> Mapping[str, str]:
         """Maps internal field names to the client's, which errors use."""
         return {}
+
+    def check_sizes(self) -> None:
+        """Refuse long texts where names are expected, and much metadata."""
+        for name in self.__struct_fields__:
+            value = getattr(self, name)
+            if isinstance(value, str) and len(value) > MAX_SHORT_TEXT and name not in self.long_texts:
+                raise bad_request(f"{name} has {len(value)} characters; at most {MAX_SHORT_TEXT}", name)
+            if name == "metadata" and isinstance(value, dict):
+                _check_metadata(value)
 
     def check_neutral(self) -> None:
         """Refuse values of `neutral` fields that would have an effect."""
@@ -67,7 +90,7 @@ class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             if value is not None and value not in values:
                 wanted = " or ".join(repr(accepted) for accepted in values)
                 hint = self.hints.get(name, f"leave it out, or give {wanted}")
-                raise bad_request(f"{name}={value!r} is not supported: {hint}", name)
+                raise bad_request(f"{name}={short_repr(value)} is not supported: {hint}", name)
 
 
 class Usage(msgspec.Struct, omit_defaults=True):
@@ -99,6 +122,10 @@ class RequestTimings(msgspec.Struct):
     tokens_per_second: float | None
     cached_tokens: int
     preemptions: int
+    draft_tokens: int | UnsetType = UNSET
+    """Drafts that were verified, and of these…"""
+    accepted_tokens: int | UnsetType = UNSET
+    """…accepted; left out if there were no drafts."""
 
 
 def request_timings(output: RequestOutput) -> RequestTimings:
@@ -115,6 +142,8 @@ def request_timings(output: RequestOutput) -> RequestTimings:
         tokens_per_second=round((count - 1) / generating, 2) if count > 1 and generating > 0 else None,
         cached_tokens=output.num_cached_tokens or 0,
         preemptions=metrics.preemptions,
+        draft_tokens=metrics.num_draft_tokens or UNSET,
+        accepted_tokens=metrics.num_accepted_tokens if metrics.num_draft_tokens else UNSET,
     )
 
 
@@ -122,20 +151,46 @@ def _milliseconds(seconds: float) -> float:
     return round(seconds * 1000, 3)
 
 
-def check_depth(name: str, value: Any) -> None:
-    """Refuse free-form JSON nested too deep for recursive code."""
-    level, depth = [value], 0
+def check_free_form(
+    name: str, *given: Any, most_values: int = MAX_FREE_VALUES, most_characters: int = MAX_FREE_CHARACTERS
+) -> None:
+    """Refuse free-form JSON that is nested too deep for recursive code, or too large."""
+    level: list[Any] = list(given)
+    depth = values = characters = 0
     while level:
         depth += 1
-        if depth > MAX_JSON_DEPTH:
+        if depth > MAX_JSON_DEPTH + 1:
             raise bad_request(f"{name} is nested more than {MAX_JSON_DEPTH} levels deep", name)
+        values += len(level)
+        if values > most_values:
+            raise bad_request(f"{name} holds more than {most_values} values", name)
         inner: list[Any] = []
         for item in level:
-            if isinstance(item, dict):
-                inner.extend(child for child in item.values() if isinstance(child, (dict, list)))
+            if isinstance(item, str):
+                characters += len(item)
+            elif isinstance(item, dict):
+                characters += sum(map(len, item))
+                inner.extend(item.values())
             elif isinstance(item, list):
-                inner.extend(child for child in item if isinstance(child, (dict, list)))
+                inner.extend(item)
+        if characters > most_characters:
+            raise bad_request(f"{name} holds texts of more than {most_characters} characters", name)
         level = inner
+
+
+def check_conversation(name: str, *given: Any) -> None:
+    """The same for what the model reads: only the body's own size limits it."""
+    check_free_form(name, *given, most_values=sys.maxsize, most_characters=sys.maxsize)
+
+
+def _check_metadata(given: Mapping[str, str]) -> None:
+    size = sum(len(text) for pair in given.items() for text in pair if isinstance(text, str))
+    if len(given) > MAX_METADATA_ENTRIES or size > MAX_METADATA_CHARACTERS:
+        raise bad_request(
+            f"metadata has {len(given)} entries of {size} characters; at most {MAX_METADATA_ENTRIES} and "
+            f"{MAX_METADATA_CHARACTERS}",
+            "metadata",
+        )
 
 
 def check_scheduling(timeout: float | None, priority: int | None) -> None:
@@ -144,6 +199,11 @@ def check_scheduling(timeout: float | None, priority: int | None) -> None:
         raise bad_request(f"timeout must be above 0 seconds, got {timeout}", "timeout")
     if priority is not None and not -(2**31) <= priority < 2**31:
         raise bad_request("priority must fit in 32 bits", "priority")
+
+
+def has_many_prompts(given: Prompt) -> bool:
+    """Whether there are so many prompts that even short ones take long."""
+    return isinstance(given, list) and len(given) > FEW_PROMPTS and not isinstance(given[0], int)
 
 
 def prompt_list(given: Prompt, field: str) -> list[str | list[int]]:

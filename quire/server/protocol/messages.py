@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, Union
 import msgspec
 
 from quire.server.errors import ApiError, bad_request
-from quire.server.protocol.common import HINTS, Body, check_depth
+from quire.server.protocol.common import HINTS, Body, check_conversation, check_free_form
 from quire.server.protocol.sampling import structured_output_names, with_scalars
 from quire.server.protocol.values import (
     NOT_EMPTY,
@@ -178,9 +178,9 @@ class CountTokensRequest(Body):
         self.check_neutral()
         if not self.messages:
             raise bad_request("messages is empty: at least one is needed", "messages")
-        for message in self.messages:
-            check_depth("messages", message.content)
-        check_depth("chat_template_kwargs", self.chat_template_kwargs)
+        check_conversation("messages", *(message.content for message in self.messages))
+        check_free_form("tools", *(tool.input_schema for tool in self.tools or ()))
+        check_free_form("chat_template_kwargs", self.chat_template_kwargs)
         choice = self.tool_choice
         if choice is not None and choice.type == "tool" and not choice.name:
             raise bad_request("tool_choice of type tool needs a name", "tool_choice.name")

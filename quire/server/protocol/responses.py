@@ -9,13 +9,14 @@ import msgspec
 
 from quire.server.errors import bad_request
 from quire.server.protocol.chat import TokenLogprob
-from quire.server.protocol.common import HINTS, Body, check_depth
+from quire.server.protocol.common import HINTS, Body, check_conversation, check_free_form
 from quire.server.protocol.sampling import StructuredOutputs, structured_output_names, with_scalars
 from quire.server.protocol.values import (
     NOT_EMPTY,
     AllowedTokens,
     LogitBias,
     Logprobs,
+    Metadata,
     ModelName,
     Name,
     OutputLimit,
@@ -187,7 +188,7 @@ class ResponsesRequest(Body):
     """"auto" truncates the beginning of a conversation that is too long."""
     stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Metadata | None = None
     """Returned in the response."""
 
     seed: Seed | None = None
@@ -242,8 +243,9 @@ class ResponsesRequest(Body):
     def check_fields(self) -> None:
         """Check what the types cannot express; raises 400."""
         self.check_neutral()
-        for name in ("input", "chat_template_kwargs", "vllm_xargs"):
-            check_depth(name, getattr(self, name))
+        check_conversation("input", self.input)
+        check_free_form("chat_template_kwargs", self.chat_template_kwargs)
+        check_free_form("tools", *(tool.parameters for tool in self.tools or ()))
         for wanted in self.include or ():
             if wanted not in (LOGPROBS, ENCRYPTED_REASONING):
                 raise bad_request(f"include takes {LOGPROBS!r}; {wanted[:80]!r} is not supported", "include")

@@ -7,13 +7,15 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgspec
 
+from quire.errors import short_repr
 from quire.messages.beams import BeamSearchParams
 from quire.messages.sampling import SCALARS, RequestOutputKind, SamplingParams, Scalar, StructuredOutputsParams
 from quire.server.errors import bad_request
-from quire.server.protocol.common import Body, check_depth, check_scheduling
+from quire.server.protocol.common import MAX_SHORT_TEXT, Body, check_free_form, check_scheduling
 from quire.server.protocol.values import (
     AllowedTokens,
     LogitBias,
+    Metadata,
     ModelName,
     Name,
     Power,
@@ -30,6 +32,9 @@ from quire.server.protocol.values import (
     WithinContext,
 )
 
+MAX_XARGS_VALUES = 4096
+MAX_XARGS_CHARACTERS = 1 << 16
+"""Of vllm_xargs, which go to the engine with each request."""
 SCALAR_NAMES = tuple(scalar.name for scalar in SCALARS)
 _PLAIN = (
     *SCALAR_NAMES, "n", "seed", "stop", "stop_token_ids", "ignore_eos", "min_tokens", "prompt_logprobs",
@@ -173,7 +178,7 @@ class GenerationFields(Body):
 
     user: str | None = None
     """Accepted without effect, like the next two."""
-    metadata: dict[str, Any] | None = None
+    metadata: Metadata | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     """Accepted without effect: shared prefixes are found automatically."""
@@ -214,12 +219,15 @@ class GenerationFields(Body):
         if self.stream and self.prompt_logprobs is not None:
             raise bad_request("prompt_logprobs are not streamed; leave stream out", "prompt_logprobs")
         check_scheduling(self.timeout, self.priority)
-        for name in ("metadata", "vllm_xargs"):
-            check_depth(name, getattr(self, name))
+        check_free_form(
+            "vllm_xargs", self.vllm_xargs, most_values=MAX_XARGS_VALUES, most_characters=MAX_XARGS_CHARACTERS
+        )
         try:
             msgspec.msgpack.encode(self.vllm_xargs)
         except OverflowError:
             raise bad_request("vllm_xargs holds an integer of more than 64 bits", "vllm_xargs") from None
+        if isinstance(self.stop, list) and max(map(len, self.stop), default=0) > MAX_SHORT_TEXT:
+            raise bad_request(f"stop holds a text of more than {MAX_SHORT_TEXT} characters", "stop")
         self._check_search()
 
     def _check_search(self) -> None:
@@ -231,7 +239,9 @@ class GenerationFields(Body):
         for name, neutral in _NOT_IN_SEARCHES.items():
             value = getattr(self, name)
             if value is not None and value not in neutral:
-                raise bad_request(f"{name}={value!r} is not supported with use_beam_search: leave it out", name)
+                raise bad_request(
+                    f"{name}={short_repr(value)} is not supported with use_beam_search: leave it out", name
+                )
 
 
 def session_names(field: str) -> Mapping[str, str]:
@@ -298,7 +308,7 @@ def structured_outputs(body: GenerationFields) -> StructuredOutputsParams | None
             )
         return None
     for name in ("json", "structural_tag"):
-        check_depth(f"structured_outputs.{name}", fields.get(name))
+        check_free_form(f"structured_outputs.{name}", fields.get(name))
     return StructuredOutputsParams(**fields)
 
 

@@ -9,7 +9,7 @@ import msgspec
 
 from quire.server.errors import bad_request
 from quire.server.protocol.chat import ChatMessage, ChatRequest, ChatTool, NamedTool
-from quire.server.protocol.common import Body, check_depth
+from quire.server.protocol.common import Body, check_free_form
 from quire.server.protocol.completions import CompletionRequest
 from quire.server.protocol.sampling import GenerationFields, session_names
 from quire.server.protocol.values import (
@@ -53,9 +53,8 @@ class AppendFields(Body):
 
     def check_fields(self) -> None:
         """Check what the types cannot express; raises 400."""
-        check_depth("chat_template_kwargs", self.chat_template_kwargs)
-        for tool in self.tools or ():
-            check_depth("tools", tool.function.parameters)
+        check_free_form("chat_template_kwargs", self.chat_template_kwargs)
+        check_free_form("tools", *(tool.function.parameters for tool in self.tools or ()))
 
 
 class SessionCreateRequest(AppendFields):

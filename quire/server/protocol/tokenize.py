@@ -8,7 +8,7 @@ import msgspec
 
 from quire.server.errors import bad_request
 from quire.server.protocol.chat import ChatMessage, ChatTool
-from quire.server.protocol.common import Body, check_depth
+from quire.server.protocol.common import Body, check_free_form
 from quire.server.protocol.values import NOT_EMPTY, ModelName, TemplateVariables, TokenIds
 
 _MESSAGE_FIELDS = (
@@ -42,9 +42,8 @@ class TokenizeRequest(Body):
             raise bad_request("messages is empty: at least one is needed", "messages")
         if self.add_generation_prompt and self.continue_final_message:
             raise bad_request("add_generation_prompt and continue_final_message cannot be combined")
-        check_depth("chat_template_kwargs", self.chat_template_kwargs)
-        for tool in self.tools or ():
-            check_depth("tools", tool.function.parameters)
+        check_free_form("chat_template_kwargs", self.chat_template_kwargs)
+        check_free_form("tools", *(tool.function.parameters for tool in self.tools or ()))
 
 
 class TokenizeResponse(msgspec.Struct):

@@ -35,6 +35,9 @@ SESSION_NAME = "^[A-Za-z0-9_][A-Za-z0-9_.:@-]{0,127}$"
 SessionName = Annotated[str, schema(pattern=SESSION_NAME)]
 """Checked by `quire.sessions.log.state`."""
 
+Metadata = Annotated[dict[str, str], schema(maxProperties=64)]
+"""Checked by `Body.check_sizes`."""
+
 # Sampling
 
 Samples = Annotated[int, schema(minimum=1, maximum="$max_samples")]

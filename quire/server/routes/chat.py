@@ -8,9 +8,9 @@ from contextlib import aclosing
 from msgspec import UNSET, UnsetType
 
 from quire.output.parsers.deltas import CallArguments, CallStart, Content, Delta, Reasoning, gather
-from quire.server.chat_generation import AnswerPiece, ChatGeneration, prepare
+from quire.server.chat_generation import AnswerPiece, ChatGeneration, is_long, prepare
 from quire.server.context import ServerContext
-from quire.server.http import EventStream, Exchange
+from quire.server.http import EventStream, Exchange, encode
 from quire.server.logprobs import chat_logprobs, prompt_logprobs
 from quire.server.protocol.chat import (
     AnsweredCall,
@@ -27,6 +27,7 @@ from quire.server.protocol.chat import (
     FunctionDelta,
 )
 from quire.server.protocol.common import request_timings
+from quire.server.routes.completions import MANY_DETAILS
 from quire.server.routing import Route
 
 
@@ -34,7 +35,7 @@ async def create(context: ServerContext, exchange: Exchange) -> None:
     """Create a chat completion, streamed or not."""
     request = await exchange.read_json(ChatRequest)
     async with exchange.interruptible(context.deadline(request.timeout)):
-        generation = await prepare(context, exchange, request)
+        generation = await exchange.work(prepare, context, exchange, request, is_long=is_long(request))
         answer = ChatAnswer(context, exchange, request, generation)
         await (answer.stream() if request.stream else answer.send())
 
@@ -66,6 +67,16 @@ class ChatAnswer:
         async with aclosing(generation.pieces()) as coming:
             async for piece in coming:
                 pieces[piece.sequence.index].append(piece)
+        tokens = (
+            sum(len(piece.sequence.token_ids) for mine in pieces for piece in mine) if self._request.logprobs else 0
+        )
+        prompt = pieces[0][0].output.prompt_logprobs or ()
+        is_long = tokens * (1 + self._top) + len(prompt) * (1 + (self._request.prompt_logprobs or 0)) > MANY_DETAILS
+        await self._exchange.reply(await self._exchange.call(is_long, self._whole, pieces))
+
+    def _whole(self, pieces: list[list[AnswerPiece]]) -> bytes:
+        """The encoded response."""
+        generation = self._generation
         output = pieces[0][-1].output
         first = pieces[0][0].output
         response = ChatResponse(
@@ -82,7 +93,7 @@ class ChatAnswer:
             response.prompt_token_ids = output.prompt_token_ids
         if self._wants_timings:
             response.metrics = request_timings(output)
-        await self._exchange.reply(response)
+        return encode(response)
 
     def _choice(self, pieces: list[AnswerPiece]) -> ChatChoice:
         answer = gather([delta for piece in pieces for delta in piece.deltas])

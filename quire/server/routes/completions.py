@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
+from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
 from msgspec import UNSET
 
+from quire.api.work_pool import check_abandoned
 from quire.messages.outputs import CompletionOutput, RequestOutput
 from quire.server.context import ServerContext
 from quire.server.errors import bad_request
 from quire.server.generation import GenerationJob, UsageCounter, generate, requested_session
-from quire.server.http import Exchange
+from quire.server.http import Exchange, encode
 from quire.server.logprobs import Position, completion_logprobs, prompt_logprobs
-from quire.server.protocol.common import request_timings
+from quire.server.protocol.common import has_many_prompts, request_timings
 from quire.server.protocol.completions import (
     MAX_TOKENS,
     CompletionChoice,
@@ -26,17 +27,20 @@ from quire.server.protocol.completions import (
 from quire.server.protocol.sampling import beam_search_params, sampling_params
 from quire.server.routing import Route
 
+MANY_DETAILS = 4096
+"""Logprobs: a response with more is written in a thread."""
+
 
 async def create(context: ServerContext, exchange: Exchange) -> None:
     """Create completions of one or more prompts, streamed or not."""
     request = await exchange.read_json(CompletionRequest)
     async with exchange.interruptible(context.deadline(request.timeout)):
-        jobs = await prepare(context, exchange, request)
+        jobs = await exchange.work(prepare, context, exchange, request, is_long=has_many_prompts(request.prompt))
         answer = CompletionAnswer(context, exchange, request, jobs)
         await (answer.stream() if request.stream else answer.send())
 
 
-async def prepare(context: ServerContext, exchange: Exchange, request: CompletionRequest) -> list[GenerationJob]:
+def prepare(context: ServerContext, exchange: Exchange, request: CompletionRequest) -> list[GenerationJob]:
     """A job for each prompt."""
     context.check_serving()
     context.check_model(request.model)
@@ -55,12 +59,11 @@ async def prepare(context: ServerContext, exchange: Exchange, request: Completio
         raise bad_request("a session's turn has one prompt and generates at least one token", "session_id")
     jobs = []
     for prompt in prompts:
+        check_abandoned()
         text = prompt if isinstance(prompt, str) else None
         if isinstance(prompt, str):
-            if params.truncate_prompt_tokens is None:
-                context.check_text(prompt)
-            tokens = await context.tokenize(prompt, request.add_special_tokens is not False)
-            await asyncio.sleep(0)  # there may be hundreds: let other requests run in between
+            adds = request.add_special_tokens is not False
+            tokens = context.tokenize(prompt, adds, params.truncate_prompt_tokens)
         else:
             tokens = prompt
         if params.truncate_prompt_tokens is None:
@@ -118,17 +121,32 @@ class CompletionAnswer:
         async with aclosing(generate(self._context, self._exchange, self._jobs)) as coming:
             async for index, output in coming:
                 outputs[index] = output
+        whole = [output for output in outputs if output is not None]
+        await self._exchange.reply(await self._exchange.call(self._has_many_details(whole), self._whole, whole))
+
+    def _has_many_details(self, outputs: Sequence[RequestOutput]) -> bool:
+        """Whether logprobs, or the text of a long prompt, take long to write."""
+        request = self._request
+        top = max(request.logprobs or 0, request.prompt_logprobs or 0)
+        if request.logprobs is None and request.prompt_logprobs is None and not request.echo:
+            return False
+        sizes = (
+            len(output.prompt_token_ids) + sum(len(each.token_ids) for each in output.outputs) for output in outputs
+        )
+        return sum(sizes) * (1 + top) > MANY_DETAILS
+
+    def _whole(self, outputs: Sequence[RequestOutput]) -> bytes:
+        """The encoded response."""
         choices = []
-        for index, whole in enumerate(outputs):
-            assert whole is not None
-            self._count(index, whole)
-            choices += [self._choice(index, whole, sequence) for sequence in whole.outputs]
+        for index, output in enumerate(outputs):
+            self._count(index, output)
+            choices += [self._choice(index, output, sequence) for sequence in output.outputs]
         response = self._response(choices)
         response.usage = self._counter.usage
         if self._wants_timings:
-            timings = [request_timings(output) for output in outputs if output is not None]
+            timings = [request_timings(output) for output in outputs]
             response.metrics = timings[0] if len(timings) == 1 else timings
-        await self._exchange.reply(response)
+        return encode(response)
 
     async def stream(self) -> None:
         """Send events: new output of each choice, usage."""
@@ -146,7 +164,9 @@ class CompletionAnswer:
                     if progress.is_finished or not (sequence.token_ids or sequence.finish_reason):
                         continue
                     progress.is_finished = sequence.finish_reason is not None
-                    chunk = self._response([self._choice(index, output, sequence)])
+                    is_long = request.echo and not progress.is_started and self._has_many_details([output])
+                    choice = await self._exchange.call(bool(is_long), self._choice, index, output, sequence)
+                    chunk = self._response([choice])
                     if continuous:
                         chunk.usage = self._counter.usage
                     await events.send(chunk)
@@ -220,7 +240,7 @@ class CompletionAnswer:
         """The prompt's text, of the remaining tokens if it was truncated."""
         job = self._jobs[index]
         if job.text is None or len(tokens) < len(job.tokens):
-            job.text = "" if self._context.tokenizer is None else self._context.tokenizer.decode(tokens)
+            job.text = "" if self._context.tokenizer is None else self._context.texts.decode(tokens)
         return job.text
 
 

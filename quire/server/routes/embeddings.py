@@ -12,13 +12,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.api.inputs import TokensPrompt
+from quire.api.work_pool import check_abandoned
 from quire.messages.outputs import CompletionOutput, PoolingRequestOutput, RequestOutput
 from quire.messages.pooling import PoolingParams
 from quire.server.context import ServerContext
 from quire.server.errors import engine_failure
+from quire.server.generation import START_AT_ONCE
 from quire.server.http import Exchange
 from quire.server.limits import QueueTicket
-from quire.server.protocol.common import PromptTokensDetails, Usage
+from quire.server.protocol.common import PromptTokensDetails, Usage, has_many_prompts
 from quire.server.protocol.embeddings import Embedding, EmbeddingRequest, EmbeddingResponse
 from quire.server.routing import Route
 
@@ -29,9 +31,8 @@ async def create(context: ServerContext, exchange: Exchange) -> None:
     async with exchange.interruptible(context.deadline(body.timeout)):
         context.check_serving()
         context.check_model(body.model)
-        body.check_fields()
         exchange.set_request_id(body.request_id)
-        prompts = await _tokenized(context, body)
+        prompts = await exchange.work(_tokenized, context, body, is_long=has_many_prompts(body.input))
         outputs = await _vectors(context, exchange, body, prompts)
         response = EmbeddingResponse(
             id=f"embd-{exchange.id}",
@@ -43,15 +44,20 @@ async def create(context: ServerContext, exchange: Exchange) -> None:
         await exchange.reply(response)
 
 
-async def _tokenized(context: ServerContext, body: EmbeddingRequest) -> list[list[int]]:
-    """Each input as token ids. There may be thousands: other requests run in between."""
-    adds = body.add_special_tokens is not False
+def _tokenized(context: ServerContext, body: EmbeddingRequest) -> list[list[int]]:
+    """Each input as token ids."""
+    body.check_fields()
+    adds, keep = body.add_special_tokens is not False, body.truncate_prompt_tokens
     prompts: list[list[int]] = []
     for item in body.inputs:
-        if isinstance(item, str) and body.truncate_prompt_tokens is None:
-            context.check_text(item, "input")
-        prompts.append(await context.tokenize(item, adds) if isinstance(item, str) else item)
-        await asyncio.sleep(0)
+        check_abandoned()
+        if not isinstance(item, str):
+            prompts.append(item)
+        elif keep is None:
+            prompts.append(context.tokenize(item, adds, field="input"))
+        else:
+            keep = context.max_model_len if keep < 0 else keep
+            prompts.append(context.texts.encode_start(item, keep, "input", adds))
     return prompts
 
 
@@ -63,9 +69,11 @@ async def _vectors(
     tickets = context.admission.enter([(1, len(tokens)) for tokens in prompts])
     tasks: list[asyncio.Future[PoolingRequestOutput]] = []
     try:
-        for tokens, ticket in zip(prompts, tickets, strict=True):
+        for index, (tokens, ticket) in enumerate(zip(prompts, tickets, strict=True)):
             prompt: TokensPrompt = {"prompt_token_ids": tokens, "cache_salt": salt}
             tasks.append(asyncio.ensure_future(_vector(context, exchange, prompt, params, body.priority or 0, ticket)))
+            if index % START_AT_ONCE == 0:
+                await asyncio.sleep(0)  # there may be thousands: other requests run in between
         # Not `gather`: when cancelled, it would wait for all tasks before raising.
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
         for failed in (task for task in done if task.exception() is not None):

@@ -29,9 +29,13 @@ async def create(context: ServerContext, exchange: Exchange) -> None:
     """Create a message, streamed or not."""
     request = await exchange.read_json(MessagesRequest)
     async with exchange.interruptible(context.deadline(request.timeout)):
-        generation = await prepare(context, exchange, as_chat(request))
+        generation = await exchange.work(_prepare, context, exchange, request, is_long=request.tools is not None)
         writer = MessageWriter(f"msg_{exchange.id}", request.model or context.names[0])
         await (_stream(exchange, generation, writer) if request.stream else _send(exchange, generation, writer))
+
+
+def _prepare(context: ServerContext, exchange: Exchange, request: MessagesRequest) -> ChatGeneration:
+    return prepare(context, exchange, as_chat(request))
 
 
 async def _send(exchange: Exchange, generation: ChatGeneration, writer: MessageWriter) -> None:
@@ -70,10 +74,14 @@ async def count_tokens(context: ServerContext, exchange: Exchange) -> None:
     """Count the tokens of a conversation."""
     request = await exchange.read_json(CountTokensRequest)
     context.check_model(request.model)
+    count = await exchange.work(_count, context, request, is_long=request.tools is not None)
+    await exchange.reply(TokenCount(count))
+
+
+def _count(context: ServerContext, request: CountTokensRequest) -> int:
     chat = as_chat(request)
     chat.check_fields()
-    _, tokens = await render(context, chat)
-    await exchange.reply(TokenCount(len(tokens)))
+    return len(render(context, chat)[1])
 
 
 def _error_body(error: ApiError) -> bytes:

@@ -22,13 +22,17 @@ async def create(context: ServerContext, exchange: Exchange) -> None:
     """Create a response, streamed or not."""
     request = await exchange.read_json(ResponsesRequest)
     async with exchange.interruptible(context.deadline(request.timeout)):
-        generation = await prepare(context, exchange, as_chat(request, context.max_model_len))
+        generation = await exchange.work(_prepare, context, exchange, request, is_long=request.tools is not None)
         model = request.model or context.names[0]
         writer = ResponseWriter(new_response(request, f"resp_{exchange.id}", int(time.time()), model))
         if request.stream:
             await _stream(exchange, request, generation, writer)
         else:
             await _send(exchange, request, generation, writer)
+
+
+def _prepare(context: ServerContext, exchange: Exchange, request: ResponsesRequest) -> ChatGeneration:
+    return prepare(context, exchange, as_chat(request, context.max_model_len))
 
 
 async def _send(

@@ -8,16 +8,16 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from msgspec import UNSET
-from starlette.datastructures import QueryParams
 
 from quire.api.async_sessions import AsyncSession, AsyncSessions
 from quire.api.session_input import RenderText, is_messages
 from quire.errors import ValidationError
-from quire.server.chat_generation import SessionPrompt, preamble_of, rendered_tools, template_kwargs
+from quire.server.chat_generation import SessionPrompt, is_long, preamble_of, rendered_tools, template_kwargs
 from quire.server.chat_generation import prepare as prepare_chat
 from quire.server.context import ServerContext
 from quire.server.errors import ApiError, bad_request
 from quire.server.http import Exchange
+from quire.server.lifecycle.answer_watch import answering
 from quire.server.protocol.chat import ChatChunk, ChatMessage, ChatRequest, ChatResponse
 from quire.server.protocol.completions import CompletionResponse
 from quire.server.protocol.sampling import session_names
@@ -44,13 +44,16 @@ from quire.sessions.keeper import KEEP, SessionInfo
 DEFAULT_PAGE = 100
 FILE = "application/octet-stream"
 PIECE_BYTES = 1 << 18
+LONG_SESSION = 4096
+"""Tokens: the text of a session this long is made in a thread."""
 
 
 @asynccontextmanager
 async def open_sessions(context: ServerContext, exchange: Exchange) -> AsyncIterator[AsyncSessions]:
-    """The tenant's sessions; raises 503 without an engine, and is cancelled if the client disconnects."""
+    """The tenant's sessions; raises 503 without an engine, and is cancelled if the client disconnects or the engine is
+    stopped."""
     context.check_serving()
-    async with exchange.interruptible(context.deadline(None)):
+    async with exchange.interruptible(context.deadline(None)), answering(exchange, context.supervisor.each):
         yield context.llm.sessions.of(exchange.tenant)
 
 
@@ -68,24 +71,19 @@ async def create(context: ServerContext, exchange: Exchange) -> None:
     """Create a session, empty or with text, token ids or messages."""
     request = await exchange.read_json(SessionCreateRequest)
     context.check_model(request.model)
-    request.check_fields()
     wanted = request.requested_name
     name = f"session-{secrets.token_hex(8)}" if wanted is None else wanted
     async with open_sessions(context, exchange) as sessions:
         arguments: dict[str, Any] = {"ttl": request.ttl, "meta": request.metadata, "is_new": wanted is None}
-        if request.input is not None:
-            given = plain_input(request.input)
-            if is_messages(given):
-                arguments |= {"messages": given, **_render_arguments(context, request)}
-            else:
-                arguments |= {"prompt": given}
+        given, rendering = await exchange.work(_read_input, context, request, is_long=request.tools is not None)
+        arguments |= {"messages": given, **rendering} if is_messages(given) else {"prompt": given}
         session = await sessions.create(name, **arguments)
         await exchange.reply(_as_object(session.found))
 
 
 async def list_sessions(context: ServerContext, exchange: Exchange) -> None:
     """List sessions by page, in the order they were created."""
-    query = QueryParams(exchange.scope["query_string"])
+    query = exchange.query
     given = query.get("limit", str(DEFAULT_PAGE))
     if not given.isdecimal() or not 1 <= int(given[:9]) <= LARGEST_PAGE:
         raise bad_request(f"limit must be 1 to {LARGEST_PAGE}, got {given[:40]!r}", "limit")
@@ -124,10 +122,8 @@ async def delete(context: ServerContext, exchange: Exchange) -> None:
 async def append(context: ServerContext, exchange: Exchange) -> None:
     """Append text, token ids or messages. They are durable on response, and computed with the next turn."""
     request = await exchange.read_json(SessionAppendRequest)
-    request.check_fields()
-    given = plain_input(request.input)
     async with open_sessions(context, exchange) as sessions:
-        rendering = _render_arguments(context, request) if is_messages(given) else {}
+        given, rendering = await exchange.work(_read_input, context, request, is_long=request.tools is not None)
         await exchange.reply(_as_object(await _path_session(sessions, exchange).append(given, **rendering)))
 
 
@@ -151,39 +147,45 @@ async def generate(context: ServerContext, exchange: Exchange) -> None:
 async def _chat(
     context: ServerContext, exchange: Exchange, request: SessionGenerateRequest, session: AsyncSession
 ) -> ChatAnswer:
-    chat = request.as_chat()
-    chat.check_fields()
-    given = None if request.input is None else plain_input(request.input)
-    rendering = _chat_render_arguments(context, chat) if is_messages(given) else {}
-    prompt = await _prompt(context, session, given, rendering)
-    return ChatAnswer(context, exchange, chat, await prepare_chat(context, exchange, chat, prompt))
+    def read() -> tuple[ChatRequest, Any, dict[str, Any]]:
+        chat = request.as_chat()
+        chat.check_fields()
+        given = None if request.input is None else plain_input(request.input)
+        return chat, given, _chat_render_arguments(context, chat) if is_messages(given) else {}
+
+    chat, given, rendering = await exchange.work(read, is_long=request.tools is not None)
+    prompt = await _prompt(context, exchange, session, given, rendering)
+    generation = await exchange.work(prepare_chat, context, exchange, chat, prompt, is_long=is_long(chat))
+    return ChatAnswer(context, exchange, chat, generation)
 
 
 async def _completion(
     context: ServerContext, exchange: Exchange, request: SessionGenerateRequest, session: AsyncSession
 ) -> CompletionAnswer:
     completion = request.as_completion()
-    given = None if request.input is None else plain_input(request.input)
-    prompt = await _prompt(context, session, given, {})
+    given = None if request.input is None else await exchange.work(plain_input, request.input)
+    prompt = await _prompt(context, exchange, session, given, {})
     completion.prompt = list(prompt.tokens)
-    jobs = await prepare_completion(context, exchange, completion)
+    jobs = await exchange.work(prepare_completion, context, exchange, completion)
     jobs[0].turn, jobs[0].text = prompt.turn, prompt.text
     return CompletionAnswer(context, exchange, completion, jobs)
 
 
 async def _prompt(
-    context: ServerContext, session: AsyncSession, given: Any, rendering: dict[str, Any]
+    context: ServerContext, exchange: Exchange, session: AsyncSession, given: Any, rendering: dict[str, Any]
 ) -> SessionPrompt:
     tokens, turn = await session.prepare(given, **rendering)
     if not tokens:
         raise bad_request("the session is empty: give an input", "input")
-    text = None if context.tokenizer is None else context.tokenizer.decode(tokens, skip_special_tokens=False)
-    return SessionPrompt(text or "", tokens, turn)
+    text = ""
+    if context.tokenizer is not None:
+        text = await exchange.work(context.texts.decode, tokens, is_long=len(tokens) > LONG_SESSION)
+    return SessionPrompt(text, tokens, turn)
 
 
 async def suspend(context: ServerContext, exchange: Exchange) -> None:
     """Suspend a session from the device, now or when its turn ends. With wait=true, responds when its KV is saved."""
-    wait = QueryParams(exchange.scope["query_string"]).get("wait", "false")
+    wait = exchange.query.get("wait", "false")
     if wait not in ("true", "false"):
         raise bad_request(f"wait must be true or false, got {wait[:40]!r}", "wait")
     async with open_sessions(context, exchange) as sessions:
@@ -235,7 +237,7 @@ async def import_session(context: ServerContext, exchange: Exchange) -> None:
     given = exchange.headers.get("content-type", "").partition(";")[0].strip().lower()
     if given != FILE:
         raise ApiError(415, f"the body must be {FILE}, and Content-Type is {given or 'missing'}")
-    name = QueryParams(exchange.scope["query_string"]).get("id")
+    name = exchange.query.get("id")
     exchange.client_names = session_names("id")
     data = await exchange.read_body()
     async with open_sessions(context, exchange) as sessions:
@@ -244,6 +246,15 @@ async def import_session(context: ServerContext, exchange: Exchange) -> None:
 
 
 # Conversions
+
+
+def _read_input(
+    context: ServerContext, request: SessionCreateRequest | SessionAppendRequest
+) -> tuple[Any, dict[str, Any]]:
+    """The input as the session API takes it, None without one, and how to render it."""
+    request.check_fields()
+    given = None if request.input is None else plain_input(request.input)
+    return given, _render_arguments(context, request) if is_messages(given) else {}
 
 
 def _render_arguments(context: ServerContext, request: AppendFields) -> dict[str, Any]:

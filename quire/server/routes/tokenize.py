@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-
 from quire.server.chat_generation import render
-from quire.server.context import LONG_TEXT, ServerContext
+from quire.server.context import ServerContext
 from quire.server.errors import bad_request
 from quire.server.http import Exchange
 from quire.server.protocol.chat import ChatRequest
@@ -14,20 +12,25 @@ from quire.server.routing import Route
 
 
 async def tokenize(context: ServerContext, exchange: Exchange) -> None:
-    """Tokenize text or a conversation."""
+    """Tokenize text or a conversation that fits the model."""
     request = await exchange.read_json(TokenizeRequest)
     context.check_model(request.model)
+    is_long = request.tools is not None or request.chat_template is not None
+    await exchange.reply(await exchange.work(_tokenized, context, request, is_long=is_long))
+
+
+def _tokenized(context: ServerContext, request: TokenizeRequest) -> TokenizeResponse:
     request.check_fields()
     if request.prompt is not None:
-        tokens = await context.tokenize(request.prompt, request.add_special_tokens is not False)
+        tokens = context.tokenize(request.prompt, request.add_special_tokens is not False)
     else:
         if request.add_special_tokens:
             raise bad_request("add_special_tokens is not supported for messages: the template adds them")
-        tokens = (await render(context, _as_chat(request)))[1]
-    names = None
-    if request.return_token_strs:
-        names = list(context.tokenizer.convert_ids_to_tokens(tokens))
-    await exchange.reply(TokenizeResponse(len(tokens), context.max_model_len, tokens, names))
+        tokens = render(context, _as_chat(request))[1]
+    if len(tokens) > context.max_model_len:
+        context.check_length(len(tokens), None)
+    names = list(context.tokenizer.convert_ids_to_tokens(tokens)) if request.return_token_strs else None
+    return TokenizeResponse(len(tokens), context.max_model_len, tokens, names)
 
 
 def _as_chat(request: TokenizeRequest) -> ChatRequest:
@@ -42,19 +45,22 @@ def _as_chat(request: TokenizeRequest) -> ChatRequest:
 
 
 async def detokenize(context: ServerContext, exchange: Exchange) -> None:
-    """Convert token ids to text, including special tokens."""
+    """Convert token ids, as many as the model reads, to text, including special tokens."""
     request = await exchange.read_json(DetokenizeRequest)
     context.check_model(request.model)
+    await exchange.reply(DetokenizeResponse(await exchange.work(_text, context, request.tokens)))
+
+
+def _text(context: ServerContext, tokens: list[int]) -> str:
     if context.tokenizer is None:
         raise bad_request("there is no tokenizer: the server runs with --skip-tokenizer-init")
-    vocabulary = context.llm.info.model.vocab_size
-    if bad := [token for token in request.tokens if not 0 <= token < vocabulary]:
-        raise bad_request(f"token id {bad[0]} is outside the vocabulary of {vocabulary}", "tokens")
-    if len(request.tokens) < LONG_TEXT:
-        text = context.tokenizer.decode(request.tokens)
-    else:
-        text = await asyncio.to_thread(context.tokenizer.decode, request.tokens)
-    await exchange.reply(DetokenizeResponse(text))
+    most, vocabulary = context.max_model_len, context.llm.info.model.vocab_size
+    if len(tokens) > most:
+        raise bad_request(f"tokens holds {len(tokens)}; this model's maximum context length is {most}", "tokens")
+    if tokens and not (min(tokens) >= 0 and max(tokens) < vocabulary):
+        bad = next(token for token in tokens if not 0 <= token < vocabulary)
+        raise bad_request(f"token id {bad} is outside the vocabulary of {vocabulary}", "tokens")
+    return context.texts.decode(tokens)
 
 
 ROUTES = [
