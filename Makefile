@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEV_STAMP := $(VENV)/.installed-dev
 
-.PHONY: cache-kinds setup setup-dev serve chat test quick quick-tests test-gpu sanitize lint format bench soak docs clean
+.PHONY: cache-kinds spec-pairs spec-text setup setup-dev serve chat test quick quick-tests test-gpu sanitize lint format bench soak docs audit clean
 
 setup: $(STAMP)
 
@@ -74,12 +74,22 @@ bench: setup-dev
 cache-kinds: setup-dev  # every kind of cache over sessions, tiers, ranks and processes: 10 minutes
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/engine/test_cache_kinds.py -m slow -n 2
 
+spec-pairs: setup-dev  # drafts with every kind of cache over tiers, sessions, ranks and formats: 30 minutes
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/speculative -m slow -n 2
+
+spec-text: setup-dev  # tokens with drafts against those without, the default model, 200 prompts: 15 minutes
+	$(BIN)/python benchmarks/exactness.py
+
 soak: setup-dev
 	$(BIN)/python -m pytest -m slow --timeout=3600
 
 docs: setup-dev
 	@$(BIN)/python -m quire.cli.reference > docs/configuration.md
 	@$(BIN)/python -m quire.server.observability.metrics_page > docs/metrics.md
+
+# Dependencies with versions and licences; fails if one does not fit.
+audit: setup-dev
+	@$(BIN)/python deploy/audit.py $(ARGS)
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache *.egg-info
