@@ -90,6 +90,8 @@ class EngineCore:
             except BaseException:
                 self.scheduler.abort(request.id)
                 raise
+        if request.drawn:
+            self.scheduler.requests.finish_complete(request.id)
 
     def abort(self, request_id: str, reason: str = "abort") -> None:
         """End a request at any moment. Its blocks are free when this returns."""
