@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 PROGRESS_TOKENS = 8
@@ -77,6 +77,11 @@ class DeathWatch:
             return record is None
         record.deaths = 0
         return True
+
+    def keep(self, keys: Iterable[str]) -> None:
+        """All requests but these have ended."""
+        for key in self._records.keys() - set(keys):
+            self.forget(key)
 
     def forget(self, key: str) -> None:
         """The request has ended."""

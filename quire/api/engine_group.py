@@ -1,7 +1,7 @@
 """The engines behind an `AsyncLLM`: one, or several with a router in front.
 
 A single engine gets every request. With several, the router chooses one for each request, and a session's turns go to
-the replica that holds the session. When an engine dies, its requests go on at another (`Recovery`).
+the replica that holds the session. When an engine dies, its requests go on at another (`RequestRecovery`).
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any
 
 from quire.api.lockstep_group import LockstepGroup
 from quire.api.output_stream import OutputStream
-from quire.api.recovery import Recovery
 from quire.api.replica import Replica, run_in_thread
+from quire.api.request_recovery import RequestRecovery
 from quire.api.router_feed import RouterFeed, as_routed
 from quire.api.session_affinity import SessionAffinity
 from quire.config import EngineConfig
@@ -57,7 +57,7 @@ class EngineGroup:
         """If the engines step in lockstep: all of them run, or none."""
         self._restarting = asyncio.Lock()
         self.affinity = SessionAffinity(self, config.kv_disk is not None)
-        self.recovery = Recovery(self, outputs, config.max_engine_restarts)
+        self.recovery = RequestRecovery(self, outputs, config.max_engine_restarts)
         self.on_ready: Callable[[], None] = lambda: None
         """Called when a new engine has taken a replica's place."""
         policy = make_routing_policy(config.routing_policy)

@@ -22,7 +22,7 @@ from quire.messages.outputs import Finished, StepOutputs
 from quire.output.processor import OutputProcessor
 
 if TYPE_CHECKING:
-    from quire.api.recovery import Recovery
+    from quire.api.request_recovery import RequestRecovery
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ class Replica:
         """How often its engine died or could not be started since it yielded a token."""
         self.trial: OutputStream | None = None
         """A request that may have killed engines, and runs here alone."""
-        self.recovery: Recovery
+        self.recovery: RequestRecovery
         """Takes over the requests of an engine that died."""
         self.on_ready: Callable[[Replica], None] = lambda replica: None
         """Called when an engine has taken its place."""

@@ -62,8 +62,8 @@ class NewRequest(msgspec.Struct):
     session: str = ""
     """The session this request is a turn of: the session keeps what the request computes."""
     drawn: list[list[int] | None] = []
-    """Set for a request that goes on after its engine died: the output tokens that each sequence has; None: the sequence
-    has ended."""
+    """Set for a request that goes on after its engine died: the output tokens that each sequence has; None: the
+    sequence has ended."""
 
     @property
     def num_sequences(self) -> int:
@@ -77,7 +77,6 @@ class NewRequest(msgspec.Struct):
         is_structured = self.params.structured_outputs is not None
         eos = self.eos_ids if is_structured or not self.params.ignore_eos else []
         return list(dict.fromkeys([*eos, *(self.params.stop_token_ids or [])]))
-
 
     @property
     def open_sequences(self) -> list[int]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from quire.api.async_llm import AsyncLLM
-from quire.api.recovery import pauses
+from quire.api.request_recovery import pauses
 from quire.engine.engine_info import EngineInfo
 from quire.errors import EngineDeadError
 from quire.server.lifecycle.health_probe import IDLE_SECONDS, HealthProbe, HealthReporter

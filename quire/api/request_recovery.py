@@ -37,12 +37,12 @@ def pauses() -> Iterator[float]:
         seconds = min(2 * seconds, LONGEST_PAUSE_SECONDS)
 
 
-class Recovery:
+class RequestRecovery:
     """Holds the requests that have no engine, sends them to the next, and restarts engines unless a supervisor does."""
 
     def __init__(self, group: EngineGroup, outputs: OutputProcessor, most_restarts: int) -> None:
-        """`most_restarts`: how often in a row, without a token in between, an engine may die or fail to start before its
-        requests fail too."""
+        """`most_restarts`: how often in a row, without a token in between, an engine may die or fail to start before
+        its requests fail too."""
         self._group = group
         self._outputs = outputs
         self._most_restarts = most_restarts
@@ -179,7 +179,7 @@ class Recovery:
     # Engines that die
 
     def engine_died(self, replica: Replica, streams: list[OutputStream], is_planned: bool) -> None:
-        """An engine is dead, and had these open requests. `is_planned`: it was ended so that another takes its place."""
+        """An engine is dead, and had these open requests. `is_planned`: it was ended to be replaced."""
         replica.trial = None
         replica.failures += not is_planned
         if replica.is_shut or replica.is_killed or not self._most_restarts:
