@@ -137,6 +137,11 @@ class Replica:
         return self.is_draining
 
     @property
+    def is_hopeful(self) -> bool:
+        """Whether it has an engine, or will have one."""
+        return not self.death or self.recovery.awaits(self)
+
+    @property
     def is_idle(self) -> bool:
         """Whether no request and no session call is under way."""
         return not self._session_calls and all(stream.is_ended for stream in self.streams.values())
@@ -370,6 +375,7 @@ class Replica:
             engine.kill()
             raise EngineDeadError(SHUT_DOWN)
         self.adopt()
+        self.engine.attach()
 
     def end_engine(self, reason: str) -> None:
         """Kill the engine's process as if it had failed: its requests go on elsewhere."""

@@ -65,12 +65,12 @@ class RequestRecovery:
     @property
     def is_hopeful(self) -> bool:
         """Whether a request can be computed, if not at once."""
-        return any(not replica.death or self.awaits(replica) for replica in self._group.replicas)
+        return any(replica.is_hopeful for replica in self._group.replicas)
 
     def can_wait(self, request: NewRequest) -> bool:
         """Whether a request that no replica can have now may wait for one."""
         home = self._group.affinity.known(request.session) if request.session else None
-        return self.is_hopeful if home is None else not home.death or self.awaits(home)
+        return self.is_hopeful if home is None else home.is_hopeful
 
     def ensure_restarts(self) -> None:
         """Restart dead engines that are waited for and that nothing restarts yet."""
@@ -277,12 +277,12 @@ class RequestRecovery:
             self._restarts[replica.number] = loop.create_task(self._restart_until_ready(replica))
 
     async def _restart_until_ready(self, replica: Replica) -> None:
-        for pause in pauses():
-            if not replica.death or replica.is_supervised or not self.awaits(replica):
-                return
-            await asyncio.sleep(pause)
+        before_next = pauses()
+        while replica.death and not replica.is_supervised and self.awaits(replica):
+            await asyncio.sleep(next(before_next))
             try:
                 await replica.restart(only_if_dead=True)
+                before_next = pauses()  # if it dies at once, a request may be the cause: the next engine finds out
             except Exception as error:  # `replica.failures` counts it
                 logger.error("the engine could not be restarted: %s", error)
 
