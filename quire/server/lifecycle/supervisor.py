@@ -74,7 +74,8 @@ class Supervisor:
     ) -> None:
         """`stall_seconds`: a step may take this long before the engine counts as unhealthy. `hang_timeout`: and this
         long before its process is killed; 0: never. `settled_seconds`: an engine that served this long, or whose
-        requests still wait for the next one, is restarted without a pause. `place`: which of several engines it is, for the log.
+        requests still wait for the next one, is restarted without a pause. `place`: which of several engines it is, for
+        the log.
         """
         self._llm = llm
         self._probe = HealthProbe(llm, stall_seconds)
