@@ -11,6 +11,8 @@ import logging
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from quire.api.death_watch import DeathWatch
 from quire.api.output_stream import OutputStream
 from quire.engine import ipc
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LONGEST_PAUSE_SECONDS = 30.0
+SETTLED_SECONDS = 300.0
+"""An engine that lived this long did not fail in a row with the one before, even if it has yielded nothing."""
 
 
 def pauses() -> Iterator[float]:
@@ -165,6 +169,8 @@ class RequestRecovery:
     def _send(self, stream: OutputStream, replica: Replica) -> None:
         """Send a request with the tokens it has."""
         request = self._outputs.continued(stream.key)
+        if stream.engine is None or stream.engine.info.keys.root() != replica.info.keys.root():
+            request = msgspec.structs.replace(request, keys=[])  # those of other weights, which a reload has replaced
         replica.attach()
         if request.session and not self._group.affinity.survives:
             self._remake_session(request, replica)
@@ -181,7 +187,8 @@ class RequestRecovery:
     def engine_died(self, replica: Replica, streams: list[OutputStream], is_planned: bool) -> None:
         """An engine is dead, and had these open requests. `is_planned`: it was ended to be replaced."""
         replica.trial = None
-        replica.failures += not is_planned
+        if not is_planned:
+            replica.failures = 1 if replica.age > SETTLED_SECONDS else replica.failures + 1
         if replica.is_shut or replica.is_killed or not self._most_restarts:
             self._fail(streams, replica.dead_error)
             self.give_up(replica)
@@ -231,8 +238,7 @@ class RequestRecovery:
 
     def engine_ready(self, replica: Replica) -> None:
         """A replica has a new engine: suspects run at it alone, one after the other, then it is open for all."""
-        if self._waiting:
-            self._next_trial(replica)
+        self._next_trial(replica)
         self._notify()
 
     def on_output(self, replica: Replica) -> None:
@@ -244,18 +250,18 @@ class RequestRecovery:
 
     def _next_trial(self, replica: Replica) -> None:
         """Send the next suspect to the replica; without one, the replica is open for all requests."""
-        if replica.death:
+        replica.trial = None
+        if replica.death or replica.is_draining:
             return
         chosen = next((key for key in self._watch.suspects if self._may_try(key, replica)), None)
-        replica.trial = None if chosen is None else self._waiting.pop(chosen)
         if self._group.router is not None:
             (self._group.router.reopen if chosen is None else self._group.router.close)(str(replica.number))
-        if replica.trial is not None:
-            assert chosen is not None
-            self._watch.begin_trial(chosen)
-            self._send(replica.trial, replica)
-        else:
+        if chosen is None:
             self._place_all()
+        else:
+            self._watch.begin_trial(chosen)
+            replica.trial = self._waiting.pop(chosen)
+            self._send(replica.trial, replica)
 
     def _may_try(self, key: str, replica: Replica) -> bool:
         stream = self._waiting.get(key)
