@@ -71,6 +71,11 @@ class RequestRecovery:
         """Whether a request can be computed, if not at once."""
         return any(replica.is_hopeful for replica in self._group.replicas)
 
+    @property
+    def _awaits_any(self) -> bool:
+        """Whether a replica whose engine is dead will have another."""
+        return any(replica.death and self.awaits(replica) for replica in self._group.replicas)
+
     def can_wait(self, request: NewRequest) -> bool:
         """Whether a request that no replica can have now may wait for one."""
         home = self._group.affinity.known(request.session) if request.session else None
@@ -87,7 +92,7 @@ class RequestRecovery:
         replicas = self._group.replicas
         if not any(replica.death or replica.is_draining for replica in replicas):
             return True
-        if not any(replica.is_draining or (replica.death and self.awaits(replica)) for replica in replicas):
+        if not self._awaits_any and not any(replica.is_draining for replica in replicas):
             return False
         self.ensure_restarts()
         ready = asyncio.get_running_loop().create_future()
@@ -229,7 +234,7 @@ class RequestRecovery:
             self._fail(list(self._waiting.values()), self._group.dead_error)
         waiting = list(self._waiting.values())
         lost = [one for one in waiting if one.request is not None and not self.can_wait(one.request)]
-        if not any(other.death and self.awaits(other) for other in self._group.replicas):
+        if not self._awaits_any:
             lost += [self._waiting[key] for key in self._watch.suspects if key in self._waiting]
         self._fail(lost, replica.dead_error)
         self._notify()
@@ -267,6 +272,9 @@ class RequestRecovery:
         stream = self._waiting.get(key)
         if stream is None or stream.request is None:
             return False
+        is_empty = all(other.is_ended for other in replica.streams.values())
+        if not is_empty and self._watch.needs_empty(key) and self._awaits_any:
+            return False  # an engine that is about to be ready has no other request
         home = self._group.affinity.known(stream.request.session) if stream.request.session else None
         return home is None or home is replica
 
