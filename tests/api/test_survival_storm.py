@@ -61,8 +61,9 @@ class Storm:
         self.rng = random.Random(seed)
         self.cases = cases
         self.ends: Counter[str] = Counter()
-        self.pauses: list[float] = []
-        """Seconds from a kill to the next output of each stream that was at the engine."""
+        self.pauses: dict[str, list[float]] = {"plain": [], "with a grammar": []}
+        """Seconds from a kill to the next output of each stream that had begun at the engine. A grammar is compiled
+        again, by processes that the new engine starts first."""
         self._killed_at: dict[str, float] = {}
         """Streams that have had no output since their engine was killed."""
         self._names = 0
@@ -115,10 +116,12 @@ class Storm:
     async def _stream(self, case: Case, name: str, session: str | None) -> None:
         tokens: list[list[int]] = [[] for _ in case.expected]
         texts, reasons = [""] * len(tokens), [""] * len(tokens)
+        kind = "plain" if case.params.structured_outputs is None else "with a grammar"
         async for output in self.llm.generate(case.prompt, case.params, name, session=session):
             if (killed_at := self._killed_at.pop(name, None)) is not None:
-                self.pauses.append(time.monotonic() - killed_at)
                 self.ends["resumed"] += 1
+                if tokens[0]:
+                    self.pauses[kind].append(time.monotonic() - killed_at)
             for one in output.outputs:
                 tokens[one.index] += one.token_ids
                 texts[one.index] += one.text
@@ -134,9 +137,11 @@ class Storm:
             await session.delete()
 
     def report(self, title: str) -> None:
-        self.pauses.sort()
-        middle, worst = self.pauses[len(self.pauses) // 2], self.pauses[-1]
-        print(f"{title}: {dict(self.ends)}; pauses: median {middle:.2f} s, worst {worst:.2f} s", flush=True)
+        print(f"{title}: {dict(self.ends)}", flush=True)
+        for kind, pauses in self.pauses.items():
+            if pauses:
+                middle, worst = sorted(pauses)[len(pauses) // 2], max(pauses)
+                print(f"  {len(pauses)} pauses {kind}: median {middle:.2f} s, worst {worst:.2f} s", flush=True)
 
 
 async def storm(model: Path, reference: LLM, title: str, **settings: Any) -> None:
