@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -126,14 +127,14 @@ def test_a_certain_run_is_the_text_that_the_grammar_leaves_no_choice_about(vocab
     matched = Matched(vocabulary, Constraint(json=PERSON, disable_any_whitespace=True))
     masks = np.empty((MAX_WIDTH, WORDS), np.int32)
     matched.sequence.fill(masks[0])
-    run = matched.sequence.follow_certain(masks)
+    run = matched.sequence.follow_certain(masks, seconds=math.inf)
     assert texts(run, vocabulary) == b'{"name": "' and len(run) <= MOST_CERTAIN
     for place in range(MAX_WIDTH):
         assert (masks[place] == matched.mask_after(run[:place])).all()
     for token in [*run, run[2], run[1]]:  # a name of one letter, and the quote after it
         matched.accept(token)
     matched.sequence.fill(masks[0])
-    assert texts(matched.sequence.follow_certain(masks), vocabulary) == b', "mood": "'
+    assert texts(matched.sequence.follow_certain(masks, seconds=math.inf), vocabulary) == b', "mood": "'
 
 
 @pytest.mark.parametrize(
@@ -151,7 +152,7 @@ def test_where_a_certain_run_ends(vocabulary: GrammarVocabulary, form: Constrain
     matched = Matched(vocabulary, form)
     masks = np.empty((MAX_WIDTH, WORDS), np.int32)
     matched.sequence.fill(masks[0])
-    assert texts(matched.sequence.follow_certain(masks), vocabulary) == text
+    assert texts(matched.sequence.follow_certain(masks, seconds=math.inf), vocabulary) == text
 
 
 def test_a_dead_end_behind_a_draft_is_an_error_only_once_it_is_reached(vocabulary: GrammarVocabulary) -> None:

@@ -185,9 +185,10 @@ class GrammarSequence:
 
         return self._walk(choose, masks)
 
-    def follow_certain(self, masks: NDArray[np.int32]) -> list[int]:
-        """`follow` along the tokens that the grammar leaves no choice about; there may be more of them than masks."""
-        deadline = time.process_time() + CERTAIN_SECONDS
+    def follow_certain(self, masks: NDArray[np.int32], seconds: float = CERTAIN_SECONDS) -> list[int]:
+        """`follow` along the tokens that the grammar leaves no choice about, for at most `seconds` of CPU time; there
+        may be more of them than masks."""
+        deadline = time.process_time() + seconds
         spare = np.empty((max(0, MOST_CERTAIN + 1 - len(masks)), masks.shape[1]), np.int32)
 
         def choose(place: int, mask: NDArray[np.int32]) -> int | None:
