@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 WHAT = """\
 Run a file of requests in OpenAI's batch format: each line a JSON object with custom_id, method (POST), url and body.
-Responses are written as they arrive, one per line; an invalid line gets an error and does not stop the others.
-Run again with the same files to continue: only lines without a response are run."""
+Results are written in the order of the lines; a line that fails gets an error and does not stop the others. The exit
+code is 0 unless a line is no request. Run again with the same files to continue with lines that have no result."""
 EXAMPLES = """
   quire run-batch -i questions.jsonl -o answers.jsonl
   quire run-batch qwen3-0.6b -i in.jsonl -o out.jsonl --served-model-name my-model
@@ -125,4 +125,7 @@ def _report(batch: BatchRunner, was_stopped: bool) -> int:
     if was_stopped:
         say("stopped; run the same command again to continue")
         return 130
-    return 1 if counters.failed else 0
+    if batch.invalid:
+        say(f"{batch.invalid} lines are no requests")
+        return 1
+    return 0
