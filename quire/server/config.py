@@ -151,7 +151,7 @@ class ServerConfig:
         False, "Also log prompts and sampling parameters; otherwise prompts are never logged", "observability"
     )
     vllm_metric_names: bool = option(
-        False, "Also show metrics under vLLM's names (vllm:), for dashboards and alerts made for it", "observability"
+        True, "Also show metrics under vLLM's names (vllm:), for dashboards and alerts made for it", "observability"
     )
     otlp_traces_endpoint: str | None = option(
         None, "Send a span for each request to this OTLP/HTTP endpoint; needs the extra `traces`", "observability"
