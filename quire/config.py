@@ -82,6 +82,11 @@ class EngineConfig:
         "auto", "auto: generation_config.json of the model sets defaults and extra end tokens; none, vllm: ignore it",
         "model", choices=("auto", "none", "vllm"),
     )  # fmt: skip
+    override_generation_config: Mapping[str, Any] | None = option(
+        None,
+        'Sampling defaults that override those of generation_config, as {"temperature": 0.6} (JSON)',
+        "model",
+    )
     pooling: str = option(
         "last",
         "How an embedding is pooled unless the request says: the last token's hidden state, or the mean of all tokens'",
@@ -333,8 +338,11 @@ class EngineConfig:
 
     @property
     def cpu_kv_cache_bytes(self) -> int | None:
-        """QUIRE_CPU_KVCACHE_SPACE in bytes, or None if it is not set."""
-        text = os.environ.get("QUIRE_CPU_KVCACHE_SPACE", "")
+        """QUIRE_CPU_KVCACHE_SPACE (or vLLM's variable) in bytes, or None if it is not set."""
+        name = "QUIRE_CPU_KVCACHE_SPACE"
+        text = os.environ.get(name, "")
+        if not text and (theirs := os.environ.get("VLLM_CPU_KVCACHE_SPACE", "")) != "0":  # its 0 means unset
+            name, text = "VLLM_CPU_KVCACHE_SPACE", theirs
         if not text:
             return None
         try:
@@ -342,5 +350,5 @@ class EngineConfig:
         except ValueError:
             gib = -1.0
         if not 0 < gib < math.inf:
-            raise ConfigError(f"QUIRE_CPU_KVCACHE_SPACE must be a number of GiB above 0, got {text!r}")
+            raise ConfigError(f"{name} must be a number of GiB above 0, got {text!r}")
         return int(gib * 2**30)

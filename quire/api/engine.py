@@ -49,7 +49,7 @@ class LLMEngine:
         self.config = config
         files = find_model(config)
         model = read_model_config(files, config.hf_overrides)
-        generation = read_generation_config(files) if config.generation_config == "auto" else {}
+        generation = read_generation_config(files, config)
         tokenizer = None if config.skip_tokenizer_init else tokenizer_of(config, files)
         self.core, self.info = make_engine(config, files, model)
         self.inputs = InputProcessor(config, self.info, tokenizer, generation)

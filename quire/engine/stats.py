@@ -118,7 +118,8 @@ def scheduler_metrics(scheduler: Scheduler, compiling: int, compile_times: Histo
         values |= {"sessions": len(sessions.store), "sessions_on_device": sessions.kv.num_on_device}
     return [
         *(_metric(name, value) for name, value in values.items()),
-        _histogram("iteration_tokens_total", stats.step_tokens),
+        _histogram("iteration_tokens_total", stats.yielded_tokens),
+        _histogram("step_tokens", stats.step_tokens),
         _histogram("grammar_compile_seconds", compile_times),
         *(() if scheduler.drafting is None else draft_metrics(scheduler.drafting)),
     ]

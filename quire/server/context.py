@@ -87,13 +87,13 @@ class ServerContext:
         )  # fmt: skip
         endpoint = config.otlp_traces_endpoint
         self._traces = None if endpoint is None else make_traces(endpoint, self.names[0])
-        http: list[HttpListener] = [self.metrics, AccessLog()]
+        http: list[HttpListener] = [self.metrics, *([AccessLog()] if config.access_log else [])]
         self.observer = Observer(
             self.metrics,
             *([RequestLog()] if config.enable_log_requests else []),
             http=http if self._traces is None else [*http, self._traces],
         )
-        generation = read_generation_config(info.files) if llm.config.generation_config == "auto" else {}
+        generation = read_generation_config(info.files, llm.config)
         self.sampling_defaults = {
             name: value for name in FROM_GENERATION_CONFIG if (value := generation.get(name)) is not None
         }

@@ -48,6 +48,8 @@ CLIENT_DISCONNECTED = 499
 """Status recorded if the client disconnected before there was one."""
 REQUEST_TYPES = {"/v1/chat/completions": "chat_completions", "/v1/responses": "responses"}
 FINISH_REASONS = ("stop", "length", "abort", "error", "repetition")
+PROMPT_SOURCES = ("local_compute", "local_cache_hit", "external_kv_transfer")
+"""vLLM's; the last stays zero: KV does not come from other servers."""
 ENDED_WELL = ("stop", "length")
 ALL_ENGINES = "all"
 """The `engine` label of request metrics if there are several engines."""
@@ -97,7 +99,7 @@ class ServerMetrics:
         self._bounds = {spec.name: by_length if spec.bounds == BY_MODEL_LENGTH else spec.bounds for spec in ALL_METRICS}
         self._counts: dict[str, dict[Labels, float]] = {
             "request_success": {(reason,): 0.0 for reason in FINISH_REASONS},
-            "prompt_tokens_by_source": {("local_compute",): 0.0, ("local_cache_hit",): 0.0},
+            "prompt_tokens_by_source": {(source,): 0.0 for source in PROMPT_SOURCES},
             "prompt_tokens": {(): 0.0},
             "prompt_tokens_cached": {(): 0.0},
         }
@@ -169,6 +171,7 @@ class ServerMetrics:
             self._observe("request_time_per_output_token_seconds", decode / (longest - 1))
         self._observe("request_generation_tokens", tokens)
         self._observe("request_max_num_generation_tokens", longest)
+        self._observe("request_num_preemptions", metrics.preemptions)
         self._observe("request_params_n", record.params.n)
         if record.params.max_tokens is not None:
             self._observe("request_params_max_tokens", record.params.max_tokens)
