@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from quire import LLM, RequestOutput, SamplingParams, StructuredOutputsParams
 from quire.engine.grammar import grammars as module
 from quire.engine.grammar.drafts import PlanDrafts
+from quire.engine.grammar.free_part import FreePart
 from quire.engine.grammar.wire import ForkServerSpec
 from quire.engine.grammar.xgrammar_backend import MOST_CERTAIN, GrammarSequence, GrammarVocabulary, compile_form
 from quire.errors import StepError
@@ -47,8 +48,8 @@ class Matched:
 
     def __init__(self, vocabulary: GrammarVocabulary, form: Constraint, min_tokens: int = 0, stops: Any = ()) -> None:
         grammar = compile_form(vocabulary.compiler, form)
-        after = (form.after or "").encode()
-        self._make = lambda: GrammarSequence(grammar, ENDS, [*ENDS, *stops], min_tokens, after, vocabulary.bytes)
+        free = FreePart(form, vocabulary.bytes)
+        self._make = lambda: GrammarSequence(grammar, ENDS, [*ENDS, *stops], min_tokens, free, vocabulary.bytes)
         self.sequence = self._make()
         self.tokens: list[int] = []
         self.lasts = {*ENDS, *stops}
