@@ -44,7 +44,7 @@ class StructuredOutputsParams(msgspec.Struct, omit_defaults=True, frozen=True):
     """Set once the form is checked: the engine's process does not check it again."""
     opening: list[str] | None = None
     """With `after`: only an output that begins with one of these texts (`<think>`) has a free part. Any other has the
-    form from its first token."""
+    form from its first token, as have all if the form can begin with such a text."""
 
     def __post_init__(self) -> None:
         given = [name for name in KINDS if getattr(self, name) is not None]

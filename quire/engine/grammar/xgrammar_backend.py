@@ -181,13 +181,14 @@ class GrammarSequence:
         """Take a token of which it is not known whether it begins the free part or the form."""
         seen = self._seen + text
         early = self._early if self._early is not None and self._take(self._early, token) else None
-        if (rest := self._free.after_opening(seen)) is not None:
+        rest = self._free.after_opening(seen)
+        if rest is None and text and self._free.may_open(seen):
+            self._seen, self._early = seen, early
+        elif early is not None:  # also a form that has the opening in it: that is the form of the whole output
+            self._phase, self._matcher, self._early = Phase.FORM, early, None
+        elif rest is not None:
             self._phase, self._early = Phase.FREE, None
             self._find_end(rest)
-        elif text and self._free.may_open(seen):
-            self._seen, self._early = seen, early
-        elif early is not None:
-            self._phase, self._matcher, self._early = Phase.FORM, early, None
         else:
             return False
         return True
