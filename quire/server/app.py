@@ -44,7 +44,7 @@ def make_app(context: ServerContext) -> ASGIApp:
             allow_origins=list(context.config.allowed_origins),
             allow_methods=["*"],
             allow_headers=["*"],
-            expose_headers=["X-Request-Id", "Retry-After"],
+            expose_headers=["X-Request-Id", "Retry-After", "X-Quire-Ignored"],
         )
     return app
 
