@@ -238,6 +238,12 @@ SERVER_METRICS = (
     _gauge("engine_up", "Whether the engine accepts requests: 1 or 0", is_ours=True),
     _counter("engine_restarts", "Engine restarts after a crash", is_ours=True),
     _counter("requests_rejected", "Requests answered with 429, by the limit they reached", "reason", is_ours=True),
+    _counter(
+        "request_fields_ignored",
+        "Requests with a field that had no effect, by its name; names beyond the first 64 count as other",
+        "field",
+        is_ours=True,
+    ),
     _counter("tool_call_parser_invocations", "Answers parsed for tool calls", "mode", "outcome", "request_type"),
     _counter("http_responses", "HTTP responses by exact status", "handler", "method", "status", is_ours=True),
     _counter("http_requests", "HTTP responses by class of status", "handler", "method", "status", is_bare=True),

@@ -84,6 +84,9 @@ class ServerConfig:
     exclude_tools_when_tool_choice_none: bool = option(
         False, "Leave tools out of the prompt if tool_choice is none", "answers"
     )
+    strict_fields: bool = option(
+        False, "Refuse unknown fields of requests with a 400, instead of naming them in X-Quire-Ignored", "answers"
+    )
     trust_request_chat_template: bool = option(False, "Accept chat templates in requests", "answers")
     default_chat_template_kwargs: Mapping[str, Any] | None = option(
         None, "Default variables of the chat template, which requests can override (JSON)", "answers"

@@ -69,8 +69,9 @@ class ServerContext:
         self.bodies = OpenBodies(most_bytes)
         most_values = config.max_body_values or max(BODY_VALUES, 2 * info.max_model_len)
         self.limits = RequestLimits(
-            config.max_body_bytes, config.stall_timeout, self.bodies, JsonLimits(most_values, BODY_DEPTH), llm.work
-        )
+            config.max_body_bytes, config.stall_timeout, self.bodies, JsonLimits(most_values, BODY_DEPTH), llm.work,
+            config.strict_fields,
+        )  # fmt: skip
         """Of each request."""
         if self.tokenizer is not None:
             longest_token(self.tokenizer)  # computed before requests come: it takes a while
