@@ -21,6 +21,7 @@ from quire.quantization.find import on_load_identity
 from quire.sessions.keeper import SessionKeeper
 from quire.sessions.log import SessionStore
 from quire.sessions.pinned_blocks import PinnedBlocks
+from quire.sessions.quota import SessionQuota
 from quire.sessions.session_kv import SessionKV
 from quire.worker.building import DTYPES, resolve_kv_dtype
 from quire.worker.moves import HostTierInfo
@@ -85,7 +86,7 @@ def remove_scratch() -> None:
 
 def make_sessions(
     config: EngineConfig, model: ModelConfig, fingerprint: bytes, tables: BlockTables, keys: ContentKeys,
-    tiers: OffloadManager | None,
+    tiers: OffloadManager | None, max_model_len: int, quota: SessionQuota,
 ) -> SessionKeeper:  # fmt: skip
     """Sessions in the folder of the disk tier; without one, in a temporary folder: they end with the engine."""
     blocks = None if tiers is None else tiers.store
@@ -106,5 +107,5 @@ def make_sessions(
     kv = SessionKV(tables, keys, store, fingerprint, tiers, pinned)
     return SessionKeeper(
         store, kv, tiers, config.session_idle_seconds, token_fingerprint=tokens_fingerprint(model),
-        vocab_size=model.vocab_size, scratch=scratch,
+        vocab_size=model.vocab_size, max_model_len=max_model_len, quota=quota, scratch=scratch,
     )  # fmt: skip
