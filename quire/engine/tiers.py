@@ -28,6 +28,8 @@ from quire.worker.moves import HostTierInfo
 
 logger = logging.getLogger(__name__)
 
+CHUNKS_AT_START = 1024
+"""Chunks of 256 tokens whose blocks are pinned before the engine is ready."""
 LAYOUT = 1
 """Version of the layout of a block's bytes."""
 
@@ -101,10 +103,10 @@ def make_sessions(
     pinned = (
         None if blocks is None else PinnedBlocks(store, blocks, keys, fingerprint, tables if tables.others else None)
     )
-    if pinned is not None:
-        pinned.pin_all()
-        logger.info("%d sessions in %s", len(store), store.folder)
     kv = SessionKV(tables, keys, store, fingerprint, tiers, pinned)
+    if pinned is not None:
+        kv.pin_loaded(CHUNKS_AT_START)  # the others when the engine is idle, and a few each second when it is not
+        logger.info("%d sessions in %s", len(store), store.folder)
     return SessionKeeper(
         store, kv, tiers, config.session_idle_seconds, token_fingerprint=tokens_fingerprint(model),
         vocab_size=model.vocab_size, max_model_len=max_model_len, quota=quota, scratch=scratch,

@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 KEEP: Any = object()
 """Argument value: leave the setting as it is."""
+PINS_AT_ONCE = 64
+"""Chunks of 256 tokens whose stored blocks are pinned with one tick: a few milliseconds."""
 TICK_SECONDS = 1.0
 """How often expired and idle sessions are searched for."""
 
@@ -335,10 +337,13 @@ class SessionKeeper:
         self._ticked = now
         self._delete_expired()
         self.kv.suspend_idle(self._idle_seconds)
+        self.kv.pin_loaded(PINS_AT_ONCE)
 
     def tick_idle(self) -> float | None:
         """Tick; returns after how many seconds to tick again, None if no session can expire or become idle."""
         self.tick()
+        if self.kv.pin_loaded(PINS_AT_ONCE):
+            return 0.0
         waits = [TICK_SECONDS] if self.kv.num_on_device and self._idle_seconds is not None else []
         if (due := self.store.next_due) is not None:
             waits.append(min(max(TICK_SECONDS, due), 3600.0))
