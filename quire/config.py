@@ -205,6 +205,24 @@ class EngineConfig:
         "tenant is the API key, or the X-Tenant header without keys",
         "memory",
     )
+    max_tenant_sessions: int | None = option(
+        None,
+        "Most sessions of one tenant; more are refused (429). 0: no limit; unset: 10000 for AsyncLLM and the server, "
+        "no limit for LLM. Several engines have equal shares of this and of the next two",
+        "memory",
+    )
+    max_tenant_session_tokens: int | None = option(
+        None,
+        "Most tokens of one tenant's sessions together, a fork counted in full. 0: no limit; unset: 134217728 for "
+        "AsyncLLM and the server, no limit for LLM",
+        "memory",
+    )
+    max_tenant_session_bytes: int | None = option(
+        None,
+        "Most bytes of one tenant's sessions in the session log, with metadata and a fork counted in full. 0: no "
+        "limit; unset: 1073741824 for AsyncLLM and the server, no limit for LLM",
+        "memory",
+    )
     session_idle_seconds: float | None = option(
         60.0,
         "Seconds without a turn after which a session is offloaded to host memory or disk; unset: only when the device "
