@@ -128,6 +128,12 @@ class EngineConfig:
         "its wait is longer), least_loaded, or a dotted path",
         "device",
     )
+    max_engine_restarts: int = option(
+        5,
+        "How often in a row, without a token in between, an engine that died is replaced by a new one, where its "
+        "requests go on, before they fail; 0: they fail at once",
+        "device",
+    )
     distributed_executor_backend: str | None = option(
         None,
         "How ranks run: uni (in the engine's own process), mp (one process per rank, on this machine), ray (one actor "

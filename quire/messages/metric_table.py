@@ -239,7 +239,10 @@ ROUTER_METRICS = (
 SERVER_METRICS = (
     _gauge("cache_config_info", "1; the labels describe the KV cache"),
     _gauge("engine_up", "Whether the engine accepts requests: 1 or 0", is_ours=True),
-    _counter("engine_restarts", "Engine restarts after a crash", is_ours=True),
+    _counter("engine_restarts", "Engine restarts after a crash; reloads do not count", is_ours=True),
+    _counter(
+        "requests_resumed", "Requests that went on at another engine after theirs died or was replaced", is_ours=True
+    ),
     _counter("requests_rejected", "Requests answered with 429, by the limit they reached", "reason", is_ours=True),
     _counter(
         "request_fields_ignored",

@@ -67,6 +67,9 @@ class MeasuredEngine(MetricsSource, Protocol):
     @property
     def token_times(self) -> TokenTimes: ...
 
+    @property
+    def num_resumed(self) -> int: ...
+
 
 class RejectionCounter(Protocol):
     """Counts rejected requests by reason; `AdmissionLimiter` does."""
@@ -237,6 +240,8 @@ class ServerMetrics:
         match name:
             case "generation_tokens":
                 return {(): self._llm.token_times.tokens}
+            case "requests_resumed":
+                return {(): self._llm.num_resumed}
             case "requests_rejected":
                 return {} if self._admission is None else {(key,): n for key, n in self._admission.rejected.items()}
         return self._counts.get(name, {})
