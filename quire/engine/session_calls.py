@@ -128,7 +128,7 @@ SessionOp = Union[
 
 
 REPEATABLE = (
-    RewriteSession, CutSession, GetSession, TouchSession, ReadTokens, ListSessions, CountSessions, SuspendSession,
+    RewriteSession, CutSession, GetSession, TouchSession, ReadTokens, ListSessions, SuspendSession,
     UpdateSession, RecoverSession, ExportSession,
 )  # fmt: skip
 """Operations that have the same result when they are done twice."""
