@@ -150,10 +150,14 @@ def is_long(request: ChatRequest) -> bool:
 
 
 def prepare(
-    context: ServerContext, exchange: Exchange, request: ChatRequest, session: SessionPrompt | None = None
+    context: ServerContext,
+    exchange: Exchange,
+    request: ChatRequest,
+    session: SessionPrompt | None = None,
+    is_limit_soft: bool = False,
 ) -> ChatGeneration:
     """Check a chat request and render its messages to a prompt, in `Exchange.work`; `session`: the prompt, if it is a
-    session's turn."""
+    session's turn; `is_limit_soft`: the answer may end at the model's length, below the limit of the request."""
     context.check_serving()
     context.check_model(request.model)
     request.check_fields()
@@ -167,6 +171,8 @@ def prepare(
         request, context.sampling_defaults, context.max_new_tokens if limit is None else limit, logprobs
     )
     text, tokens = render(context, request) if session is None else (session.text, session.tokens)
+    if is_limit_soft and limit is not None and limit <= context.max_model_len:
+        params.max_tokens = limit = max(1, min(limit, context.max_model_len - len(tokens)))
     if params.truncate_prompt_tokens is None:
         context.check_length(len(tokens), limit, field_name)
     make_reader, split = _reader_factory(context, plan, text)

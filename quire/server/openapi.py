@@ -23,7 +23,7 @@ REFERENCES = "#/components/schemas/{name}"
 NESTED_OBJECTS = {"$input_items": INPUT_ITEMS, "$content_blocks": ANTHROPIC_BLOCKS}
 """Objects in a body that its route decodes itself, by the placeholders that fields use for them."""
 _PARAMETER = re.compile(r"\{(\w+)(?::\w+)?\}")
-_AS_TEXT = {
+_AS_TEXT: dict[str, dict[str, Any]] = {
     "integer": {"type": ["integer", "string"], "pattern": INTEGER_TEXT},
     "number": {"type": ["number", "string"], "pattern": NUMBER_TEXT},
     "boolean": {"type": ["boolean", "string", "integer"], "pattern": BOOLEAN_TEXT, "minimum": 0, "maximum": 1},
@@ -79,7 +79,7 @@ def _describe_rule(components: dict[str, Any], is_strict: bool) -> None:
                 described["properties"][name] = {"enum": [None, "", [], {}], "default": None}
 
 
-def _subclasses(kind: type) -> Iterator[type]:
+def _subclasses(kind: type[Body]) -> Iterator[type[Body]]:
     for each in kind.__subclasses__():
         yield each
         yield from _subclasses(each)
@@ -87,10 +87,12 @@ def _subclasses(kind: type) -> Iterator[type]:
 
 def _widen(schema: Any) -> None:
     """Numbers and booleans may be text."""
-    for inner in schema.values() if isinstance(schema, dict) else schema if isinstance(schema, list) else ():
-        _widen(inner)
-    if isinstance(schema, dict) and (accepted := _AS_TEXT.get(str(schema.get("type")))) is not None:
-        schema.update(accepted)
+    if isinstance(schema, list):
+        for inner in schema:
+            _widen(inner)
+    elif isinstance(schema, dict):
+        _widen(list(schema.values()))
+        schema.update(_AS_TEXT.get(str(schema.get("type")), {}))
 
 
 def _list_neutral_values(kind: type[Body], schema: dict[str, Any]) -> None:

@@ -82,8 +82,14 @@ def _messages(request: CountTokensRequest, fields: FieldReader) -> list[ChatMess
         blocks = _blocks(message, where, fields)
         if message.role == "assistant":
             messages.append(_assistant(blocks, where))
-        else:
-            messages += _user_messages(message.role, blocks, where, fields)
+            continue
+        # Many templates accept a system message only at the beginning: later ones are read as the user's text.
+        role = "user" if messages else message.role
+        for each in _user_messages(role, blocks, where, fields):
+            if message.role == "system" and messages and messages[-1].role == each.role == "user":
+                messages[-1].content = f"{messages[-1].content}\n{each.content}"
+            else:
+                messages.append(each)
     return messages
 
 

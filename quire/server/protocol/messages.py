@@ -99,6 +99,10 @@ class AnthropicTool(Body):
     defer_loading: Hint = None
     input_examples: Hint = None
     allowed_callers: Hint = None
+    max_uses: Hint = None
+    allowed_domains: Hint = None
+    blocked_domains: Hint = None
+    user_location: Hint = None
 
 
 class AnthropicToolChoice(Body):

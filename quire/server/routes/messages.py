@@ -35,7 +35,8 @@ async def create(context: ServerContext, exchange: Exchange) -> None:
 
 
 def _prepare(context: ServerContext, exchange: Exchange, request: MessagesRequest) -> ChatGeneration:
-    return prepare(context, exchange, as_chat(request, exchange.fields))
+    # Anthropic's clients ask for more tokens than are left at the end of a long conversation.
+    return prepare(context, exchange, as_chat(request, exchange.fields), is_limit_soft=True)
 
 
 async def _send(exchange: Exchange, generation: ChatGeneration, writer: MessageWriter) -> None:
