@@ -135,6 +135,10 @@ class SessionBusyError(QuireError, RuntimeError):
     """The session is in a turn, or was changed concurrently."""
 
 
+class SessionQuotaError(QuireError, RuntimeError):
+    """A tenant's sessions use as much of the store as they may."""
+
+
 class SessionLostError(StoreError):
     """A session's tokens were damaged on disk. `name` is the session's."""
 

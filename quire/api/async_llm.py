@@ -13,7 +13,7 @@ from typing import Any
 
 from quire.api.async_sessions import AsyncSessions, SessionTurn
 from quire.api.chat import ChatRenderer
-from quire.api.compat import check_call, drop_neutral
+from quire.api.compat import check_call, engine_arguments
 from quire.api.engine_group import EngineGroup
 from quire.api.inputs import AnyParams, InputProcessor, PromptType, check_params
 from quire.api.output_stream import OutputStream
@@ -56,7 +56,7 @@ class AsyncLLM:
     """The module that the engine's process runs; benchmarks replace it."""
 
     def __init__(self, model: str | os.PathLike[str] = EngineConfig.model, **settings: Any) -> None:
-        self._open(EngineConfig(model=os.fspath(model), **drop_neutral(settings)))
+        self._open(EngineConfig(model=os.fspath(model), **engine_arguments(settings)))
 
     @classmethod
     def from_config(cls, config: EngineConfig, *, spares_torch: bool = False) -> AsyncLLM:
@@ -75,7 +75,7 @@ class AsyncLLM:
         self.config = config
         files = find_model(config)
         model = read_model_config(files, config.hf_overrides)
-        generation = read_generation_config(files) if config.generation_config == "auto" else {}
+        generation = read_generation_config(files, config)
         self._outputs = OutputProcessor()
         self._group = EngineGroup(config, files, model, self.engine_module, self._outputs)
         self._group.start()

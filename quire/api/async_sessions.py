@@ -26,7 +26,7 @@ from quire.messages.sampling import RequestOutputKind, SamplingParams, check_int
 from quire.sessions.keeper import KEEP, SessionInfo, SessionPage
 from quire.sessions.log import owner_id, session_key
 from quire.sessions.log.export import read_file, write_export
-from quire.sessions.log.state import checked_meta, checked_ttl
+from quire.sessions.log.state import SessionUse, checked_meta, checked_ttl
 
 if TYPE_CHECKING:
     from quire.api.async_llm import AsyncLLM
@@ -175,8 +175,13 @@ class AsyncSessions:
 
     async def count(self) -> int:
         """The number of sessions."""
-        answer = await self._llm.call_sessions(calls.CountSessions(owner_id(self.tenant)))
-        return answer.count or 0
+        return (await self.use()).sessions
+
+    async def use(self) -> SessionUse:
+        """How many sessions, tokens and bytes they use, of what max_tenant_sessions and its relatives allow."""
+        answer = await self._llm.call_sessions(calls.GetSessionUse(owner_id(self.tenant)))
+        assert answer.use is not None
+        return answer.use
 
     async def exists(self, name: str) -> bool:
         """Whether there is a session with that name."""

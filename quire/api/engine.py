@@ -82,7 +82,7 @@ class LLMEngine:
         self.config = config
         files = find_model(config)
         model = read_model_config(files, config.hf_overrides)
-        generation = read_generation_config(files) if config.generation_config == "auto" else {}
+        generation = read_generation_config(files, config)
         tokenizer = None if config.skip_tokenizer_init else tokenizer_of(config, files)
         self._files, self._model = files, model
         self.core, self.info = make_engine(config, files, model)

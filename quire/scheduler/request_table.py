@@ -178,6 +178,7 @@ class RequestTable:
         if request.first_scheduled is None:
             request.first_scheduled = now
             self._outputs.started.append(Started(request.key, now, cached))
+            self.stats.begin_prompt(request.key, request.known - cached)
 
     def grow(self, request: Request, tokens: int) -> list[int]:
         """Allocate the blocks the request lacks to hold `tokens` tokens; returns them."""
@@ -482,6 +483,7 @@ class RequestTable:
         self.swapper.unpin(request)
         request.move(RequestState.FINISHED)
         request.in_flight = 0
+        self.stats.end_prompts((request,))
         for child in request.take_siblings():  # this sequence will not compute the prompt for them
             self.policy.add(child)
         sequences = self._sequences[request.id]

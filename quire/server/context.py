@@ -72,8 +72,9 @@ class ServerContext:
         self.bodies = OpenBodies(most_bytes)
         most_values = config.max_body_values or max(BODY_VALUES, 2 * info.max_model_len)
         self.limits = RequestLimits(
-            config.max_body_bytes, config.stall_timeout, self.bodies, JsonLimits(most_values, BODY_DEPTH), llm.work
-        )
+            config.max_body_bytes, config.stall_timeout, self.bodies, JsonLimits(most_values, BODY_DEPTH), llm.work,
+            config.strict_fields,
+        )  # fmt: skip
         """Of each request."""
         if self.tokenizer is not None:
             longest_token(self.tokenizer)  # computed before requests come: it takes a while
@@ -90,13 +91,13 @@ class ServerContext:
         )  # fmt: skip
         endpoint = config.otlp_traces_endpoint
         self._traces = None if endpoint is None else make_traces(endpoint, self.names[0])
-        http: list[HttpListener] = [self.metrics, AccessLog()]
+        http: list[HttpListener] = [self.metrics, *([AccessLog()] if config.access_log else [])]
         self.observer = Observer(
             self.metrics,
             *([RequestLog()] if config.enable_log_requests else []),
             http=http if self._traces is None else [*http, self._traces],
         )
-        generation = read_generation_config(info.files) if llm.config.generation_config == "auto" else {}
+        generation = read_generation_config(info.files, llm.config)
         self.sampling_defaults = {
             name: value for name in FROM_GENERATION_CONFIG if (value := generation.get(name)) is not None
         }
