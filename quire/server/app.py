@@ -21,7 +21,8 @@ from quire.server.openapi import document
 from quire.server.routing import ADMIN, Route
 
 ROUTE_MODULES = [
-    "chat", "completions", "responses", "messages", "embeddings", "models", "tokenize", "sessions", "system",
+    "chat", "completions", "responses", "conversations", "messages", "embeddings", "models", "tokenize", "sessions",
+    "system",
 ]  # fmt: skip
 """Modules of `quire.server.routes`, each with its `ROUTES`."""
 

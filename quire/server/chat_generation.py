@@ -17,8 +17,9 @@ from typing import Any
 
 import msgspec
 
+from quire.api.async_sessions import BranchTurn, Turn
+from quire.api.text_encoding import TextEncoder
 from quire.api.work_pool import check_abandoned
-from quire.engine.session_calls import SuspendSession
 from quire.messages.outputs import CompletionOutput, RequestOutput
 from quire.messages.sampling import RequestOutputKind, SamplingParams
 from quire.output.parsers.answer import AnswerReader
@@ -31,6 +32,10 @@ from quire.server.generation import GenerationJob, SessionTurn, UsageCounter, ad
 from quire.server.http import Exchange
 from quire.server.protocol.chat import ChatRequest, NamedTool
 from quire.server.protocol.sampling import beam_search_params, sampling_params
+
+MOST_DROPPED = 4
+DROPPED_CHARACTERS = 64
+"""How much of an earlier turn's end a prompt that goes on from it may lack, in tokens and in characters."""
 
 
 @dataclass(slots=True)
@@ -102,6 +107,31 @@ class SessionPrompt:
 
 
 @dataclass
+class Branch:
+    """A prompt that goes on from an earlier turn's tokens, if its text goes on from theirs."""
+
+    turn: BranchTurn | None = None
+    """The turn of a session that it becomes; None: of none."""
+    before: list[int] = field(default_factory=list)
+
+    def continued(self, texts: TextEncoder, text: str) -> list[int] | None:
+        """Tokens of the whole prompt that begin with the earlier ones; None if its text does not begin with theirs.
+
+        Tokens that were generated are often not those that a tokenizer makes of the same text: without this, their KV
+        would not be found. A few at their end may go: the end token or stop string that the template does not repeat.
+        """
+        for drop in range(min(MOST_DROPPED, len(self.before)) + 1):
+            kept = self.before[: len(self.before) - drop]
+            start = texts.decode(kept)
+            if text.startswith(start):
+                tokens = kept + texts.encode(text[len(start) :], "input_text", add_special_tokens=False)
+                return tokens if texts.decode(tokens) == text else None
+            if not text.startswith(start[:-DROPPED_CHARACTERS]):
+                return None
+        return None
+
+
+@dataclass
 class ChatGeneration:
     """A checked chat request, ready to be generated."""
 
@@ -137,7 +167,7 @@ class ChatGeneration:
             self.context.metrics.on_tool_parse(self.is_streamed, choice.calls > 0, self.exchange.path)
         if choice.calls and self.job.turn is not None:
             # Until the tools' results arrive, other requests can use the session's memory.
-            await self.context.llm.call_sessions(SuspendSession(self.job.turn.key))
+            await self.job.turn.suspend(self.context.llm)
 
 
 def is_long(request: ChatRequest) -> bool:
@@ -146,10 +176,14 @@ def is_long(request: ChatRequest) -> bool:
 
 
 def prepare(
-    context: ServerContext, exchange: Exchange, request: ChatRequest, session: SessionPrompt | None = None
+    context: ServerContext,
+    exchange: Exchange,
+    request: ChatRequest,
+    session: SessionPrompt | None = None,
+    branch: Branch | None = None,
 ) -> ChatGeneration:
     """Check a chat request and render its messages to a prompt, in `Exchange.work`; `session`: the prompt, if it is a
-    session's turn."""
+    session's turn. `branch`: what it goes on from."""
     context.check_serving()
     context.check_model(request.model)
     request.check_fields()
@@ -161,6 +195,8 @@ def prepare(
         request, context.sampling_defaults, context.max_new_tokens if limit is None else limit, logprobs
     )
     text, tokens = render(context, request) if session is None else (session.text, session.tokens)
+    if branch is not None and branch.before and (same := branch.continued(context.texts, text)) is not None:
+        tokens = same if len(same) <= (params.truncate_prompt_tokens or len(same)) else tokens
     if params.truncate_prompt_tokens is None:
         context.check_length(len(tokens), limit, field_name)
     make_reader, split = _reader_factory(context, plan, text)
@@ -174,7 +210,9 @@ def prepare(
     if split is not None and params.output_kind is RequestOutputKind.FINAL_ONLY:
         params.output_kind = RequestOutputKind.DELTA  # to find the token at which reasoning ends
     keeps_reasoning = request.include_reasoning is not False
-    turn = requested_session(exchange, request, search) if session is None else session.turn
+    turn: Turn | None = branch.turn if branch is not None else None
+    if turn is None:
+        turn = requested_session(exchange, request, search) if session is None else session.turn
     return ChatGeneration(
         context=context,
         exchange=exchange,

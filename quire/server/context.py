@@ -34,6 +34,7 @@ from quire.server.observability.logs import AccessLog, RequestLog
 from quire.server.observability.metrics import ServerMetrics
 from quire.server.observability.observer import HttpListener, Observer
 from quire.server.observability.tracing import make_traces
+from quire.server.stored.background import StoredResponses
 from quire.server.tool_prompts import ToolPrompts
 
 QUEUED_CACHE_SIZES = 8
@@ -99,6 +100,8 @@ class ServerContext:
         }
         self.max_new_tokens: int | None = generation.get("max_new_tokens") or None
         """The model's own limit on generated tokens, for requests without one."""
+        self.stored = StoredResponses(llm, config)
+        """Responses and conversations that clients can refer to."""
         self._stall_check: asyncio.Task[None] | None = None
 
     # Start and stop
@@ -106,12 +109,14 @@ class ServerContext:
     async def start(self) -> None:
         """Start supervision; call it in the event loop, before requests come."""
         self.supervisor.start()
+        self.stored.start()
         self._stall_check = asyncio.ensure_future(self._disconnect_stalled())
 
     async def stop(self) -> None:
         """Stop supervision and send remaining traces, which can take seconds. The engine keeps running."""
         if self._stall_check is not None:
             self._stall_check.cancel()
+        await self.stored.stop()
         await self.supervisor.stop()
         if self._traces is not None:
             await asyncio.to_thread(self._traces.shutdown)
@@ -120,7 +125,7 @@ class ServerContext:
         """Take no more requests, wait for the open ones for `seconds`, then interrupt the rest."""
         self.is_draining = True
         deadline = time.monotonic() + seconds
-        while self.exchanges and time.monotonic() < deadline:
+        while (self.exchanges or self.stored.background.running) and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
         for exchange in list(self.exchanges):
             exchange.interrupt(unavailable("the server is shutting down; the request was interrupted"))

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from types import TracebackType
 
 from quire.api.async_sessions import SessionTurn as SessionTurn
+from quire.api.async_sessions import Turn
 from quire.api.inputs import TokensPrompt
 from quire.messages.beams import BeamSearchParams
 from quire.messages.outputs import BeamSearchOutput, RequestOutput
@@ -48,7 +49,7 @@ class GenerationJob:
     cache_salt: str | None = None
     search: BeamSearchParams | None = None
     """Set for a beam search: its hypotheses become the sequences, and `params` only says how they are written."""
-    turn: SessionTurn | None = None
+    turn: Turn | None = None
     """Set if the job is a turn of a session."""
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -23,6 +24,7 @@ from quire.server.protocol.responses import (
     ResponseInputCallOutput,
     ResponseInputMessage,
     ResponseInputReasoning,
+    ResponseItemReference,
     ResponsesRequest,
     ResponseToolChoice,
 )
@@ -37,11 +39,11 @@ _SAME_FIELDS = (
 """Fields with the same meaning in both."""
 
 
-def as_chat(request: ResponsesRequest, max_model_len: int) -> ChatRequest:
-    """The same request in the form of /v1/chat/completions."""
+def as_chat(request: ResponsesRequest, max_model_len: int, history: Sequence[dict[str, Any]] = ()) -> ChatRequest:
+    """The same request in the form of /v1/chat/completions. `history`: stored items that come before its input."""
     request.check_fields()
     chat = ChatRequest(
-        messages=_messages(request),
+        messages=_messages(request, history),
         max_completion_tokens=request.max_output_tokens,
         response_format=_response_format(request),
         tools=_tools(request),
@@ -58,29 +60,31 @@ def as_chat(request: ResponsesRequest, max_model_len: int) -> ChatRequest:
     return chat
 
 
-def _messages(request: ResponsesRequest) -> list[ChatMessage]:
+def _messages(request: ResponsesRequest, history: Sequence[dict[str, Any]]) -> list[ChatMessage]:
     conversation = _Conversation()
     if request.instructions is not None:
         conversation.add_text("system", request.instructions)
+    for item in history:
+        conversation.add(read_item(item, "a stored item"), "a stored item")
     if isinstance(request.input, str):
         conversation.add_text("user", request.input)
         return conversation.messages
     if not request.input:
         raise bad_request("input is empty: at least one item is needed", "input")
     for index, item in enumerate(request.input):
-        conversation.add(_read_item(item, f"input[{index}]"), f"input[{index}]")
+        conversation.add(read_item(item, f"input[{index}]"), f"input[{index}]")
     if not conversation.messages:
         raise bad_request("input has only reasoning: at least one message is needed", "input")
     return conversation.messages
 
 
-def _read_item(item: dict[str, Any], where: str) -> Any:
+def read_item(item: dict[str, Any], where: str) -> Any:
+    """An item as its struct; raises 400. `where`: its name in errors."""
     name = item.get("type") or "message"
     kind = INPUT_ITEMS.get(name) if isinstance(name, str) else None
     if kind is None:
         known = ", ".join(INPUT_ITEMS)
-        hint = "; nothing is stored" if name == "item_reference" else ""
-        raise bad_request(f"{where} is of type {str(name)[:80]!r}{hint}; supported: {known}", where)
+        raise bad_request(f"{where} is of type {str(name)[:80]!r}; supported: {known}", where)
     try:
         return msgspec.convert(item, kind)
     except msgspec.ValidationError as error:
@@ -106,6 +110,8 @@ class _Conversation:
         elif isinstance(item, ResponseInputCallOutput):
             text = _text(item.output, f"{where}.output")
             self.messages.append(ChatMessage(role="tool", content=text, tool_call_id=item.call_id))
+        elif isinstance(item, ResponseItemReference):
+            raise bad_request(f"{where} refers to a stored item: it must be replaced by the item", where)
         elif isinstance(item, ResponseInputMessage):
             self.add_text(item.role, _text(item.content, f"{where}.content"))
 

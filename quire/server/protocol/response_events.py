@@ -31,6 +31,10 @@ class ResponseCreated(ResponseEvent, tag="response.created", kw_only=True):
     response: ResponseObject
 
 
+class ResponseQueued(ResponseEvent, tag="response.queued", kw_only=True):
+    response: ResponseObject
+
+
 class ResponseInProgress(ResponseEvent, tag="response.in_progress", kw_only=True):
     response: ResponseObject
 
@@ -103,6 +107,7 @@ class ResponseArgumentsDone(_ItemEvent, tag="response.function_call_arguments.do
 
 AnyResponseEvent = Union[
     ResponseCreated,
+    ResponseQueued,
     ResponseInProgress,
     ResponseCompleted,
     ResponseIncomplete,

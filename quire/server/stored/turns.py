@@ -1,0 +1,212 @@
+"""A stored response as a turn of a session.
+
+The session has the turn's tokens, and KV wherever there is room for it; the store has its items. A follow-up's prompt
+is rendered from all items of its context. If its text begins with the text of the previous turn's tokens, it uses these
+tokens, and its session is a fork of that turn's: so their KV is found, also after a restart with `kv_disk`. Where the
+template renders earlier messages differently, or where the model, the template, the instructions or the tools have
+changed, the text differs and is tokenized anew. Nothing depends on a session: without one, KV is computed again.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from quire.api.async_sessions import BranchTurn
+from quire.engine.session_calls import ReadTokens
+from quire.errors import EngineDeadError, QuireError, ReplicaDownError, StoreError
+from quire.loading.model_config import tokens_fingerprint
+from quire.server.chat_generation import AnswerPiece, Branch, ChatGeneration, prepare
+from quire.server.dialects.response_items import references, resolved, stored_items
+from quire.server.dialects.responses_chat import as_chat
+from quire.server.dialects.responses_writer import ResponseWriter, new_response
+from quire.server.errors import ApiError, bad_request
+from quire.server.generation import SESSION_HEADER
+from quire.server.http import Exchange
+from quire.server.lifecycle.answer_watch import answering
+from quire.server.logprobs import chat_logprobs
+from quire.server.protocol.chat import TokenLogprob
+from quire.server.protocol.response_events import ResponseEvent
+from quire.server.protocol.responses import ResponsesRequest
+from quire.server.stored.store import StoredContext, StoredTurn, as_stored_error
+from quire.server.stored.tree import Item
+from quire.sessions.log import owner_id, session_key
+
+if TYPE_CHECKING:
+    from quire.server.context import ServerContext
+
+_SESSIONS_OF = "\0responses\0"
+"""Before a tenant's name: the tenant that sessions of its stored responses belong to. No client can have this name, so
+they are neither listed with the tenant's own sessions nor in the way of their names."""
+
+
+@dataclass
+class ResponseTurn:
+    """A request between its arrival and its end."""
+
+    owner: str
+    response_id: str
+    is_stored: bool
+    """The response can be retrieved later."""
+    context: StoredContext = field(default_factory=StoredContext)
+    branch: Branch | None = None
+    salt: str = ""
+    inputs: list[Item] = field(default_factory=list)
+    locked: set[tuple[str, str]] = field(default_factory=set)
+    """Conversations with a response under way; its own is among them until `unlock`."""
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether anything of it is stored."""
+        return self.is_stored or self.context.conversation is not None
+
+    def unlock(self) -> None:
+        """The conversation may have its next response."""
+        if self.context.conversation is not None:
+            self.locked.discard((self.owner, self.context.conversation))
+
+    def record(self, response: Any, session: str = "") -> StoredTurn:
+        """What the store keeps of it."""
+        outputs = msgspec.to_builtins(response.output)
+        body = msgspec.json.encode(msgspec.structs.replace(response, output=[]))
+        name = self.response_id if self.is_stored else None
+        return StoredTurn(self.owner, self.context, self.inputs, outputs, name, body, session, self.salt)
+
+
+async def begin(context: ServerContext, exchange: Exchange, request: ResponsesRequest) -> ResponseTurn:
+    """Find what a request refers to; raises 404 for what is not stored. Call `unlock` at its end."""
+    request.check_references()
+    stored, owner = context.stored, owner_id(exchange.tenant)
+    is_stored = stored.is_on if request.store is None else request.store
+    if not stored.is_on and (is_stored or request.background):
+        field_name = "store" if is_stored else "background"
+        raise bad_request(f"{field_name} must be false: nothing is stored here (--max-stored-responses 0)", field_name)
+    turn = ResponseTurn(
+        owner, f"resp_{uuid.uuid4().hex if is_stored else exchange.id}", is_stored, locked=stored.locked
+    )
+    if request.previous_response_id is not None:
+        turn.context = await stored.store.run(stored.store.response_context, owner, request.previous_response_id)
+    elif (name := request.conversation_id) is not None:
+        turn.context = await _locked_context(context, owner, name)
+    try:
+        if not isinstance(request.input, str) and (named := references(request.input)):
+            request.input = resolved(request.input, await stored.store.run(stored.store.items, owner, named))
+        await _find_branch(context, exchange, request, turn)
+    except BaseException:
+        turn.unlock()
+        raise
+    return turn
+
+
+async def _locked_context(context: ServerContext, owner: str, name: str) -> StoredContext:
+    stored = context.stored
+    if (owner, name) in stored.locked:
+        raise ApiError(
+            409, "the conversation has a response under way: wait for its end, then try again", param="conversation",
+            headers={"Retry-After": "1"},
+        )  # fmt: skip
+    stored.locked.add((owner, name))
+    try:
+        return await stored.store.run(stored.store.conversation_context, owner, name)
+    except BaseException:
+        stored.locked.discard((owner, name))
+        raise
+
+
+async def _find_branch(
+    context: ServerContext, exchange: Exchange, request: ResponsesRequest, turn: ResponseTurn
+) -> None:
+    """The tokens of the turn that this one goes on from, and a session for its own."""
+    previous = turn.context
+    turn.salt = f"{tokens_fingerprint(context.llm.info.model).hex()[:16]}:{request.cache_salt or ''}"
+    source, before = "", []
+    if previous.session and previous.salt == turn.salt:
+        context.check_serving()
+        try:
+            async with answering(exchange, context.supervisor.each):
+                before = (await context.llm.call_sessions(ReadTokens(previous.session))).tokens or []
+            source = previous.session
+        except QuireError as error:  # it expired, was damaged, or is at a replica that is down
+            if isinstance(error, EngineDeadError) and not isinstance(error, ReplicaDownError):
+                raise
+    branch = None
+    if turn.is_kept and SESSION_HEADER not in exchange.headers:
+        key = session_key(f"{_SESSIONS_OF}{exchange.tenant}", turn.response_id)
+        branch = BranchTurn(key, source, context.config.stored_response_ttl)
+    turn.branch = Branch(branch, before) if branch is not None or before else None
+
+
+def prepare_response(
+    context: ServerContext, exchange: Exchange, request: ResponsesRequest, turn: ResponseTurn
+) -> ChatGeneration:
+    """The request's generation, in `Exchange.work`."""
+    chat = as_chat(request, context.max_model_len, turn.context.items)
+    generation = prepare(context, exchange, chat, branch=turn.branch)
+    if turn.is_kept:
+        turn.inputs = stored_items(request.input)
+    return generation
+
+
+class ResponseAnswer:
+    """A response while it is generated."""
+
+    def __init__(
+        self, context: ServerContext, request: ResponsesRequest, generation: ChatGeneration, turn: ResponseTurn
+    ) -> None:
+        model = request.model or context.names[0]
+        response = new_response(request, turn.response_id, int(time.time()), model, store=turn.is_stored)
+        self.writer = ResponseWriter(response)
+        self.turn = turn
+        self._context = context
+        self._request = request
+        self._generation = generation
+
+    async def events(self) -> AsyncGenerator[list[ResponseEvent], None]:
+        """Events as the response is generated. When the last ones come, the response is stored."""
+        reason, is_first, writer = None, True, self.writer
+        async with aclosing(self._generation.pieces()) as pieces:
+            async for piece in pieces:
+                events = writer.start() if is_first else []
+                is_first = False
+                events += writer.write(piece.deltas, self._logprobs(piece))
+                reason = piece.finish_reason
+                if events:
+                    yield events
+        last = writer.finish(reason, self._generation.counter.usage)
+        if not await self.keep():
+            writer.response.store = last[-1].response.store = False  # type: ignore[attr-defined]
+        yield last
+
+    async def keep(self) -> bool:
+        """Store the finished response, and save its KV; False if there is no room and the client did not ask for it."""
+        turn, context = self.turn, self._context
+        if not turn.is_kept:
+            return turn.is_stored
+        branch = None if turn.branch is None else turn.branch.turn
+        session = branch.key if branch is not None and branch.has_session else ""
+        store = context.stored.store
+        try:
+            record = turn.record(self.writer.response, session)
+            await store.run(store.finish if self._request.background else store.add, record)
+        except StoreError as error:
+            if branch is not None:
+                branch.undo(context.llm)
+            if self._request.store or self._request.background or turn.context.conversation is not None:
+                raise as_stored_error(error) from None
+            return False
+        if branch is not None:
+            await branch.suspend(context.llm)
+        return turn.is_stored
+
+    def _logprobs(self, piece: AnswerPiece) -> list[TokenLogprob]:
+        sequence, request = piece.sequence, self._request
+        if not request.wants_logprobs or not sequence.token_ids:
+            return []
+        logprobs = chat_logprobs(sequence.token_ids, sequence.logprobs, request.top_logprobs or 0, False)
+        return [] if logprobs is None else logprobs.content
