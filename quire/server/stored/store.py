@@ -88,33 +88,41 @@ class ResponseStore:
         self._db = _open(folder)
         self._tree = ItemTree(self._db, bounds, clock)
         self._thread = ThreadPoolExecutor(1, "quire-responses")
-        _, dropped = self.transact(self._end_interrupted)
-        for key in dropped:
-            on_drop(key)
+        self._dropped: list[str] = []
+        self.transact(self._end_interrupted)
+        self.report_dropped()
 
     async def run(self, method: Callable[..., T], *arguments: Any) -> T:
         """Call a method in the store's thread, in one transaction: it changes everything it has to, or nothing."""
-        result, dropped = await asyncio.get_running_loop().run_in_executor(
-            self._thread, self.transact, method, *arguments
-        )
-        for key in dropped:
-            self._on_drop(key)
-        return result
-
-    def transact(self, method: Callable[..., T], *arguments: Any) -> tuple[T, list[str]]:
-        """The same in the caller's thread; also returns the sessions to delete."""
-        self._tree.dropped = []
         try:
-            with self._db:
-                self._db.execute("BEGIN IMMEDIATE")
-                self._tree.sweep()
-                result = method(*arguments)
+            return await asyncio.get_running_loop().run_in_executor(self._thread, self.transact, method, *arguments)
+        finally:
+            self.report_dropped()
+
+    def transact(self, method: Callable[..., T], *arguments: Any) -> T:
+        """The same in the caller's thread."""
+        try:
+            if self._tree.needs_sweep:
+                self._commit(self._tree.sweep)
+            return self._commit(method, *arguments)
         except sqlite3.Error as error:
             logger.error("stored responses: %s", error)
             if getattr(error, "sqlite_errorcode", 0) == 13 or "full" in str(error):
                 raise StoreFullError("the disk is full: nothing can be stored until there is room") from None
             raise StoreUnavailableError(f"stored responses cannot be used: {error}") from None
-        return result, self._tree.dropped
+
+    def _commit(self, method: Callable[..., T], *arguments: Any) -> T:
+        self._tree.dropped = []
+        with self._db:
+            self._db.execute("BEGIN IMMEDIATE")
+            result = method(*arguments)
+        self._dropped += self._tree.dropped
+        return result
+
+    def report_dropped(self) -> None:
+        """Pass on the sessions that are not needed any more."""
+        while self._dropped:
+            self._on_drop(self._dropped.pop())
 
     def close(self) -> None:
         """End the thread and close the file."""

@@ -227,12 +227,15 @@ class ItemTree:
 
     # Bounds
 
-    def sweep(self, *, at_once: bool = False) -> None:
+    @property
+    def needs_sweep(self) -> bool:
+        """Whether the last one was some time ago."""
+        return self.clock() - self._swept >= SWEEP_SECONDS
+
+    def sweep(self) -> None:
         """Remove what was not used for as long as `ttl`."""
-        now = self.clock()
-        if now - self._swept < SWEEP_SECONDS and not at_once:
-            return
-        self._swept, oldest = now, now - self.bounds.ttl
+        self._swept = self.clock()
+        oldest = self._swept - self.bounds.ttl
         for (key,) in self.db.execute("SELECT key FROM conversations WHERE used < ?", (oldest,)).fetchall():
             self.forget_conversation(key)
         expired = "SELECT key FROM nodes WHERE used < ? AND response IS NOT NULL AND NOT is_busy"
