@@ -51,6 +51,8 @@ def as_chat(request: ResponsesRequest, max_model_len: int, history: Sequence[dic
         reasoning_effort=None if request.reasoning is None else request.reasoning.effort,
         **{name: value for name in _SAME_FIELDS if (value := getattr(request, name)) is not None},
     )
+    if request.background:
+        chat.stream = True  # its status says whether it has begun
     if request.wants_logprobs:
         chat.logprobs, chat.top_logprobs = True, request.top_logprobs or 0
     if request.truncation == "auto":

@@ -17,6 +17,7 @@ import pytest
 from pydantic import BaseModel
 
 from quire.engine.session_calls import DeleteSession, ReadTokens
+from quire.server.dialects.response_items import stored_items
 from quire.server.dialects.responses_chat import as_chat
 from quire.server.http import decode
 from quire.server.protocol.responses import ResponsesRequest
@@ -30,6 +31,8 @@ SLOW: dict[str, Any] = {
     "extra_body": {"vllm_xargs": {"seconds": 0.05}, "ignore_eos": True},
 }  # fmt: skip
 """A response that takes 7 seconds, unless it is ended."""
+LETTERS = {"structured_outputs": {"regex": "[a-z]{12}"}}
+"""Answers that look the same in a conversation: the tiny model's own would have special tokens."""
 HELLO = "hello the world, hello the world"
 
 
@@ -56,15 +59,23 @@ def client(stateful: Live) -> openai.OpenAI:
 
 
 def ask(client: openai.OpenAI, given: Any = HELLO, **fields: Any) -> Any:
-    return client.responses.create(model=MODEL, input=given, **{**GREEDY, **fields})
+    return client.responses.create(model=MODEL, input=given, **{**GREEDY, "extra_body": LETTERS, **fields})
 
 
-def chat_text(live: Live, *texts: str) -> str:
-    """The answer of the chat route to a conversation of alternating messages."""
+def rendered(live: Live, *texts: str) -> str:
+    """The prompt of a conversation of alternating messages, as transformers renders it."""
     messages = [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(texts)]
-    body = {"messages": messages, "temperature": 0, "max_tokens": 20}
-    text: str = live.post("/v1/chat/completions", body).json()["choices"][0]["message"]["content"]
+    text: str = live.server.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     return text
+
+
+def assert_answers(live: Live, response: Any, *texts: str) -> None:
+    """The response answers this conversation: its prompt has the text, and its tokens are what follows it."""
+    tokens = tokens_of(live, response.id)
+    prompt = tokens[: response.usage.input_tokens]
+    assert live.server.tokenizer.decode(prompt) == rendered(live, *texts)
+    body = {"prompt": prompt, "temperature": 0, "max_tokens": 20, "return_token_ids": True, **LETTERS}
+    assert live.post("/v1/completions", body).json()["choices"][0]["token_ids"] == tokens[len(prompt) :]
 
 
 def until(client: openai.OpenAI, name: str, *statuses: str) -> Any:
@@ -82,17 +93,17 @@ class TestFollowUps:
     ) -> None:
         first = ask(client)
         assert first.store is True
+        stateful.assert_idle()
         stateful.run(stateful.server.llm.reset_prefix_cache())
         second = ask(client, "go on", previous_response_id=first.id)
         assert second.previous_response_id == first.id
-        assert second.output_text == chat_text(stateful, HELLO, first.output_text, "go on")
+        assert_answers(stateful, second, HELLO, first.output_text, "go on")
         # Every full block of the first turn was saved when it ended; nothing of them is left on the device.
         assert second.usage.input_tokens_details.cached_tokens >= first.usage.total_tokens - 1 - 16
         assert second.usage.input_tokens > first.usage.total_tokens
         third = ask(client, "more", previous_response_id=second.id)
         assert third.usage.input_tokens_details.cached_tokens >= second.usage.total_tokens - 1 - 16
-        whole = chat_text(stateful, HELLO, first.output_text, "go on", second.output_text, "more")
-        assert third.output_text == whole
+        assert_answers(stateful, third, HELLO, first.output_text, "go on", second.output_text, "more")
 
     def test_two_follow_ups_of_one_response_run_at_once(self, stateful: Live, client: openai.OpenAI) -> None:
         first = ask(client)
@@ -107,14 +118,20 @@ class TestFollowUps:
         for thread in threads:
             thread.join(60)
         for text in ("left", "right"):
-            assert made[text].output_text == chat_text(stateful, HELLO, first.output_text, text)
+            assert_answers(stateful, made[text], HELLO, first.output_text, text)
 
     def test_the_prompt_has_the_tokens_that_were_generated(self, stateful: Live, client: openai.OpenAI) -> None:
-        """Forced tokens that the tokenizer would not make of their text are kept, as their KV is."""
-        first = ask(client, extra_body={"structured_outputs": {"regex": "a b"}})
+        """Here they are not those that the tokenizer makes of their text; only the end token is another."""
+        letters = {"h": 1.0, "e": 1.0, "he": -100.0}
+        bias = {str(stateful.server.tokenizer.convert_tokens_to_ids(text)): by for text, by in letters.items()}
+        forced = {"structured_outputs": {"regex": "hehehe"}, "logit_bias": bias}
+        first = ask(client, extra_body=forced)
         tokens = tokens_of(stateful, first.id)
+        answer = tokens[first.usage.input_tokens : -1]
+        assert len(answer) == 6 and stateful.server.tokenizer.encode("hehehe", add_special_tokens=False) != answer
         second = ask(client, "on", previous_response_id=first.id)
-        assert tokens_of(stateful, second.id)[: len(tokens)] == tokens
+        assert tokens_of(stateful, second.id)[: len(tokens) - 1] == tokens[:-1]
+        assert_answers(stateful, second, HELLO, "hehehe", "on")
 
     def test_instructions_are_not_carried_over(self) -> None:
         history = [{"type": "message", "role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
@@ -125,26 +142,36 @@ class TestFollowUps:
             ("system", "Be brief."), ("user", "a"), ("assistant", "b"), ("user", "c"),
         ]  # fmt: skip
 
-    def test_a_tool_loop_refers_to_stored_calls(self, real: Live) -> None:
+    def test_results_refer_to_stored_calls(self) -> None:
+        call = {"type": "function_call", "id": "fc_1", "call_id": "call_1", "name": "f", "arguments": "{}"}
+        history = stored_items([{"role": "user", "content": "a"}, call])
+        given = [{"type": "function_call_output", "call_id": "call_1", "output": "b"}]
+        request = decode(json.dumps({"input": given, "previous_response_id": "resp_1"}).encode(), ResponsesRequest)
+        _, asked, result = (message.as_dict() for message in as_chat(request, 100, history).messages)
+        assert asked["tool_calls"][0]["id"] == result["tool_call_id"] == "call_1" and result["content"] == "b"
+
+    @pytest.mark.slow
+    def test_a_tool_loop_gives_what_the_whole_conversation_gives(self, real: Live) -> None:
         client = real.openai(_strict_response_validation=True)
         parameters = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"],
                       "additionalProperties": False}  # fmt: skip
-        tools: Any = [{"type": "function", "name": "press", "parameters": parameters, "strict": True}]
+        tool = {"type": "function", "name": "press", "parameters": parameters, "strict": True}
+        given: Any = {"tools": [tool], "extra_body": None}
         forced = {"tool_choice": {"type": "function", "name": "press"}, "max_output_tokens": 60}
-        first = ask(client, "Press the button.", tools=tools, **forced)
+        first = ask(client, "Press the button.", **given, **forced)
         (call,) = first.output
         result: Any = [{"type": "function_call_output", "call_id": call.call_id, "output": "pressed"}]
-        second = ask(client, result, previous_response_id=first.id, tools=tools)
+        second = ask(client, result, previous_response_id=first.id, **given)
         listed = client.responses.input_items.list(second.id, order="asc").data
         assert [item.type for item in listed] == ["message", "function_call", "function_call_output"]
         items = [{"role": "user", "content": "Press the button."}, call.model_dump(exclude_none=True), *result]
-        assert second.output_text == ask(client, items, tools=tools, store=False).output_text
+        assert second.output_text == ask(client, items, **given, store=False).output_text
 
     def test_it_goes_on_without_the_session(self, stateful: Live, client: openai.OpenAI) -> None:
         first = ask(client)
         stateful.run(stateful.server.llm.call_sessions(DeleteSession(session_of(first.id))))
         second = ask(client, "go on", previous_response_id=first.id)
-        assert second.output_text == chat_text(stateful, HELLO, first.output_text, "go on")
+        assert_answers(stateful, second, HELLO, first.output_text, "go on")
 
     def test_reasoning_is_part_of_the_context(self, serving: Callable[..., Live]) -> None:
         live = serving(reasoning_parser="think")
@@ -189,14 +216,16 @@ class TestStored:
         ) as again:
             assert again.get_final_response().previous_response_id == final.id
 
-    def test_parse_follows_up(self, client: openai.OpenAI) -> None:
+    def test_parse_follows_up(self, stateful: Live, client: openai.OpenAI) -> None:
         class Answer(BaseModel):
             ok: bool
 
-        first = client.responses.parse(model=MODEL, input="hello", text_format=Answer, temperature=0)
+        blanks = {str(stateful.server.tokenizer.convert_tokens_to_ids(text)): -100 for text in ("Ġ", "Ċ")}
+        long: Any = {"temperature": 0, "max_output_tokens": 40, "extra_body": {"logit_bias": blanks}}
+        first = client.responses.parse(model=MODEL, input="hello", text_format=Answer, **long)
         assert first.output_parsed is not None
         second = client.responses.parse(
-            model=MODEL, input="on", text_format=Answer, temperature=0, previous_response_id=first.id
+            model=MODEL, input="on", text_format=Answer, **long, previous_response_id=first.id
         )
         assert isinstance(second.output_parsed, Answer)
 
@@ -231,7 +260,7 @@ class TestStored:
             given: Any = [{**kind, "id": asked.id}, {**kind, "id": first.output[0].id},
                           {"role": "user", "content": "go on"}]  # fmt: skip
             second = ask(client, given)
-            assert second.output_text == chat_text(stateful, HELLO, first.output_text, "go on")
+            assert_answers(stateful, second, HELLO, first.output_text, "go on")
         with pytest.raises(openai.NotFoundError, match="msg_none"):
             ask(client, [{"type": "item_reference", "id": "msg_none"}])
 
@@ -308,13 +337,12 @@ class TestConversations:
         first = ask(client, conversation=made.id)
         assert first.conversation.id == made.id
         second = ask(client, "go on", conversation={"id": made.id}, store=False)
-        assert second.output_text == chat_text(stateful, HELLO, first.output_text, "go on")
+        assert second.store is False
         assert second.usage.input_tokens_details.cached_tokens > 0
         items = client.conversations.items.list(made.id, order="asc").data
         assert [item.content[0].text for item in items] == [HELLO, first.output_text, "go on", second.output_text]
         third = ask(client, "more", conversation=made.id)
-        whole = chat_text(stateful, HELLO, first.output_text, "go on", second.output_text, "more")
-        assert third.output_text == whole
+        assert_answers(stateful, third, HELLO, first.output_text, "go on", second.output_text, "more")
         assert third.usage.input_tokens_details.cached_tokens >= second.usage.total_tokens - 1 - 16
 
     def test_items_are_created_retrieved_and_deleted(self, client: openai.OpenAI) -> None:
@@ -359,7 +387,7 @@ class TestBackground:
         made = ask(client, background=True)
         assert (made.status, made.background, made.output) == ("queued", True, [])
         done = until(client, made.id, "completed", "incomplete")
-        assert done.output_text == chat_text(stateful, HELLO)
+        assert_answers(stateful, done, HELLO)
         assert client.responses.cancel(made.id).status == done.status, "it has ended: nothing to cancel"
         assert ask(client, "on", previous_response_id=made.id).usage.input_tokens_details.cached_tokens > 0
 
