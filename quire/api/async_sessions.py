@@ -110,7 +110,6 @@ class BranchTurn:
             await self._make(llm, request)
         except BaseException as error:  # the operation was sent, and may be or have been done
             self.undo(llm)
-            self.has_session = False
             is_down = isinstance(error, EngineDeadError) and not isinstance(error, ReplicaDownError)
             if is_down or not isinstance(error, QuireError):
                 raise
@@ -138,6 +137,7 @@ class BranchTurn:
     def undo(self, llm: AsyncLLM) -> None:
         """Delete the session, without waiting for it."""
         if self.has_session:
+            self.has_session = False
             llm.send_session_op(self.key, calls.DeleteSession(self.key))
 
     async def suspend(self, llm: AsyncLLM) -> None:

@@ -7,11 +7,10 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from quire.errors import StoreError
 from quire.server.context import ServerContext
 from quire.server.dialects.response_items import PAGE_QUERY, page, stored_items
 from quire.server.errors import bad_request, not_found
-from quire.server.http import Exchange
+from quire.server.http import Exchange, encode
 from quire.server.protocol.conversations import (
     ConversationCreateRequest,
     ConversationDeleted,
@@ -21,7 +20,6 @@ from quire.server.protocol.conversations import (
 )
 from quire.server.protocol.responses import ResponseItemList
 from quire.server.routing import Route
-from quire.server.stored.store import as_stored_error
 from quire.sessions.log import owner_id
 
 T = TypeVar("T")
@@ -29,10 +27,7 @@ T = TypeVar("T")
 
 async def _call(context: ServerContext, method: Callable[..., T], exchange: Exchange, *arguments: Any) -> T:
     """Call a method of the store for the request's tenant."""
-    try:
-        return await context.stored.store.run(method, owner_id(exchange.tenant), *arguments)
-    except StoreError as error:
-        raise as_stored_error(error) from None
+    return await context.stored.call(method, owner_id(exchange.tenant), *arguments)
 
 
 async def create(context: ServerContext, exchange: Exchange) -> None:
@@ -68,8 +63,9 @@ async def delete(context: ServerContext, exchange: Exchange) -> None:
 
 async def list_items(context: ServerContext, exchange: Exchange) -> None:
     """List a conversation's items by page."""
-    items = await _call(context, context.stored.store.conversation_items, exchange, _name(exchange))
-    await exchange.reply(page(items, exchange.query))
+    store, query, owner = context.stored.store, exchange.query, owner_id(exchange.tenant)
+    data = await context.stored.call(lambda: encode(page(store.conversation_items(owner, _name(exchange)), query)))
+    await exchange.reply(data)
 
 
 async def create_items(context: ServerContext, exchange: Exchange) -> None:

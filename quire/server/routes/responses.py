@@ -3,27 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from contextlib import aclosing
-from typing import TypeVar
 
-from quire.errors import StoreError
 from quire.server.context import ServerContext
 from quire.server.dialects.response_items import PAGE_QUERY, page
 from quire.server.errors import ApiError, bad_request
-from quire.server.http import Exchange, named_event
+from quire.server.http import SMALL_BODY, Exchange, encode, named_event
 from quire.server.protocol.response_events import AnyResponseEvent, ResponseEvent
 from quire.server.protocol.responses import ResponseDeleted, ResponseItemList, ResponseObject, ResponsesRequest
 from quire.server.routing import Route
 from quire.server.stored.background import BackgroundJob
-from quire.server.stored.store import as_stored_error
 from quire.server.stored.turns import ResponseAnswer, begin, prepare_response
 from quire.sessions.log import owner_id
-
-T = TypeVar("T")
-
-LONG_CONTEXT = 64
-"""Items of a stored context from which on it is prepared in a thread."""
 
 
 async def create(context: ServerContext, exchange: Exchange) -> None:
@@ -33,10 +24,11 @@ async def create(context: ServerContext, exchange: Exchange) -> None:
         turn = await begin(context, exchange, request)
         is_handed_over = False
         try:
-            is_long = request.tools is not None or len(turn.context.items) > LONG_CONTEXT
+            is_long = request.tools is not None or turn.context.bytes > SMALL_BODY or turn.has_references
             generation = await exchange.work(prepare_response, context, exchange, request, turn, is_long=is_long)
             answer = ResponseAnswer(context, request, generation, turn)
             if request.background:
+                context.stored.background.check_room(turn.owner)
                 is_handed_over = True
                 await _start(context, exchange, request, answer)
             else:
@@ -74,11 +66,7 @@ def _encoded(events: list[ResponseEvent]) -> bytes:
 
 
 async def _start(context: ServerContext, exchange: Exchange, request: ResponsesRequest, answer: ResponseAnswer) -> None:
-    try:
-        job = await context.stored.background.start(answer, keeps_events=bool(request.stream))
-    except BaseException:
-        answer.turn.unlock()
-        raise
+    job = await context.stored.background.start(answer, keeps_events=bool(request.stream))
     if (seconds := context.deadline(request.timeout)) is not None:
         late = ApiError(408, f"the response took longer than its {seconds:g} seconds")
         asyncio.get_running_loop().call_later(seconds, job.interrupt, late)
@@ -99,14 +87,16 @@ async def _follow(exchange: Exchange, job: BackgroundJob, after: int) -> None:
 
 async def cancel(context: ServerContext, exchange: Exchange) -> None:
     """Cancel a background response. One that has ended stays as it is."""
-    job = context.stored.background.find(owner_id(exchange.tenant), _name(exchange))
-    if job is not None and not job.ended:
-        job.interrupt()
-        await asyncio.wait([job.task])
-    found = await _call(context, context.stored.store.response, exchange)
-    if not found["background"]:
-        raise bad_request("only a response with background=true can be cancelled", "response_id")
-    await exchange.reply(found)
+    await _end_job(context, exchange, cancels=True)
+    store = context.stored.store
+
+    def read(owner: str, name: str) -> bytes:
+        found = store.response(owner, name)
+        if not found["background"]:
+            raise bad_request("only a response with background=true can be cancelled", "response_id")
+        return encode(found)
+
+    await exchange.reply(await context.stored.call(read, owner_id(exchange.tenant), _name(exchange)))
 
 
 # Stored responses
@@ -121,7 +111,7 @@ async def retrieve(context: ServerContext, exchange: Exchange) -> None:
         if after != "-1" and not (after.isdecimal() and len(after) < 10):
             raise bad_request(f"starting_after must be the number of an event, got {after[:40]!r}", "starting_after")
         if job is None or not job.keeps_events:
-            await _call(context, context.stored.store.response, exchange)  # 404 if there is none
+            await _read(context, exchange)  # 404 if there is none
             raise bad_request(
                 "only a response created with background=true and stream=true has events to read again, until a few "
                 "minutes after its end: retrieve it without stream",
@@ -129,34 +119,40 @@ async def retrieve(context: ServerContext, exchange: Exchange) -> None:
             )
         async with exchange.interruptible():
             await _follow(exchange, job, int(after))
-    elif job is not None and not job.ended:
+    elif job is not None and job.is_open:
         await exchange.reply(job.answer.writer.response)
     else:
-        await exchange.reply(await _call(context, context.stored.store.response, exchange))
+        await _end_job(context, exchange)
+        await exchange.reply(await _read(context, exchange))
+
+
+async def _end_job(context: ServerContext, exchange: Exchange, cancels: bool = False) -> None:
+    """Wait until a background response that has ended, or is cancelled here, is stored."""
+    job = context.stored.background.find(owner_id(exchange.tenant), _name(exchange))
+    if job is not None and not job.ended:
+        if cancels:
+            job.interrupt()
+        await asyncio.wait([job.task])
+
+
+async def _read(context: ServerContext, exchange: Exchange) -> bytes:
+    store = context.stored.store
+    return await context.stored.call(lambda: encode(store.response(owner_id(exchange.tenant), _name(exchange))))
 
 
 async def delete(context: ServerContext, exchange: Exchange) -> None:
     """Delete a stored response; one under way is cancelled. Responses that follow it keep its items."""
-    job = context.stored.background.find(owner_id(exchange.tenant), _name(exchange))
-    if job is not None and not job.ended:
-        job.interrupt()
-        await asyncio.wait([job.task])
-    await _call(context, context.stored.store.delete_response, exchange)
+    await _end_job(context, exchange, cancels=True)
+    await context.stored.call(context.stored.store.delete_response, owner_id(exchange.tenant), _name(exchange))
     context.stored.background.forget(owner_id(exchange.tenant), _name(exchange))
     await exchange.reply(ResponseDeleted(id=_name(exchange)))
 
 
 async def list_input_items(context: ServerContext, exchange: Exchange) -> None:
     """List by page the items a stored response was generated from, with those of the responses before it."""
-    await exchange.reply(page(await _call(context, context.stored.store.input_items, exchange), exchange.query))
-
-
-async def _call(context: ServerContext, method: Callable[..., T], exchange: Exchange) -> T:
-    """Call a method of the store for the request's tenant and response."""
-    try:
-        return await context.stored.store.run(method, owner_id(exchange.tenant), _name(exchange))
-    except StoreError as error:
-        raise as_stored_error(error) from None
+    store, query, owner = context.stored.store, exchange.query, owner_id(exchange.tenant)
+    data = await context.stored.call(lambda: encode(page(store.input_items(owner, _name(exchange)), query)))
+    await exchange.reply(data)
 
 
 def _name(exchange: Exchange) -> str:

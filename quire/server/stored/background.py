@@ -6,10 +6,10 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import Counter, OrderedDict, deque
-from collections.abc import AsyncGenerator
+from collections import OrderedDict, deque
+from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from quire.engine.session_calls import DeleteSession
 from quire.errors import QuireError, StoreError
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from quire.server.stored.turns import ResponseAnswer
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 EVENT_SECONDS = 300.0
 """How long the events of a response can be read after its end…"""
@@ -51,6 +53,8 @@ class BackgroundJob:
         self._store = store
         self._changed = asyncio.Event()
         self._why: ApiError | None = None
+        self.stored: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Done when it is stored as queued, or could not be."""
         self.note(answer.writer.queue())
         self.task: asyncio.Task[None] = asyncio.ensure_future(self._run())
 
@@ -63,10 +67,15 @@ class BackgroundJob:
         return self.answer.turn.response_id
 
     def interrupt(self, why: ApiError | None = None) -> None:
-        """End it: with an error, or because a client cancelled it."""
-        if not self.ended and not self.task.done():
+        """End it, if its last token is not there yet: with an error, or because a client cancelled it."""
+        if self.is_open:
             self._why = why
             self.task.cancel()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether more may be generated; if not, it ends as soon as it is stored."""
+        return self.answer.writer.response.status in ("queued", "in_progress") and not self.task.done()
 
     async def follow(self, after: int) -> AsyncGenerator[bytes, None]:
         """Encoded events with numbers above `after`, until its end. Raises 400 for events that are gone."""
@@ -101,13 +110,21 @@ class BackgroundJob:
 
     async def _run(self) -> None:
         try:
+            queued = self.answer.turn.record(self.answer.writer.response)
+            await self._store.run(self._store.begin, queued)
+            self.stored.set_result(None)
             await self._generate()
         except asyncio.CancelledError:
             events = self.answer.writer.cancel() if self._why is None else self.answer.writer.fail(self._why)
             await self._keep_as_it_is(events)
         except Exception as error:
+            if not self.stored.done():
+                self.stored.set_exception(error)
+                return
             await self._keep_as_it_is(self.answer.writer.fail(as_api_error(error)))
         finally:
+            if not self.stored.done():
+                self.stored.set_exception(self._why or unavailable("the response was interrupted"))
             self.answer.turn.unlock()
             self.ended = time.monotonic()
             self._wake()
@@ -151,12 +168,10 @@ class BackgroundResponses:
         self._most = most
         self._jobs: OrderedDict[tuple[str, str], BackgroundJob] = OrderedDict()
         """Those that run, and those that ended and whose events are kept, oldest first."""
-        self._starting: Counter[str] = Counter()
-        """By owner."""
 
     def check_room(self, owner: str) -> None:
         """Raise 429 if the owner has as many as it may."""
-        count = sum(not job.ended for job in self._jobs.values() if job.owner == owner) + self._starting[owner]
+        count = sum(not job.ended for job in self._jobs.values() if job.owner == owner)
         if count >= self._most:
             raise ApiError(
                 429,
@@ -166,19 +181,15 @@ class BackgroundResponses:
             )
 
     async def start(self, answer: ResponseAnswer, keeps_events: bool) -> BackgroundJob:
-        """Store a response as queued, and begin it."""
-        turn, response = answer.turn, answer.writer.response
-        self.check_room(turn.owner)
+        """Store a response as queued, and begin it, after `check_room`. From here on the job unlocks its turn."""
         self._forget_old()
-        response.status = "queued"
-        self._starting[turn.owner] += 1
+        job = BackgroundJob(answer, self._store, keeps_events)
+        self._jobs[job.owner, job.response_id] = job
         try:
-            await self._store.run(self._store.begin, turn.record(response))
+            await asyncio.shield(job.stored)  # a client that leaves now has begun it
         except StoreError as error:
+            self.forget(job.owner, job.response_id)
             raise as_stored_error(error) from None
-        finally:
-            self._starting -= Counter([turn.owner])
-        job = self._jobs[turn.owner, turn.response_id] = BackgroundJob(answer, self._store, keeps_events)
         return job
 
     def find(self, owner: str, name: str) -> BackgroundJob | None:
@@ -240,6 +251,13 @@ class StoredResponses:
             self._cleaning.cancel()
             await asyncio.gather(self._cleaning, return_exceptions=True)
         await asyncio.to_thread(self.store.close)
+
+    async def call(self, method: Callable[..., T], *arguments: Any) -> T:
+        """Call a method of the store. What is wrong with the store becomes a response."""
+        try:
+            return await self.store.run(method, *arguments)
+        except StoreError as error:
+            raise as_stored_error(error) from None
 
     def _on_drop(self, key: str) -> None:
         self._unneeded.append(key)

@@ -53,6 +53,8 @@ class StoredContext:
     """The key of the session whose tokens these items became; empty: none."""
     salt: str = ""
     """With which other settings that session's tokens go together."""
+    bytes: int = 0
+    """About as many as the items have."""
     conversation: str | None = None
 
 
@@ -152,7 +154,7 @@ class ResponseStore:
             )
         self._tree.touch("nodes", node)
         items = [item for _, item in self._tree.context(node)]
-        return StoredContext(items, node, *self._tree.latest_session(node))
+        return StoredContext(items, node, *self._tree.latest_session(node), self._tree.path_bytes(node))
 
     def input_items(self, owner: str, name: str) -> list[Item]:
         """All items that the response was generated from, oldest first."""
@@ -296,7 +298,7 @@ class ResponseStore:
         key, head, _, _ = self._conversation(owner, name, "conversation")
         self._tree.touch("conversations", key)
         items = [item for _, item in self._visible(key, head)]
-        return StoredContext(items, head, *self._tree.latest_session(head), conversation=name)
+        return StoredContext(items, head, *self._tree.latest_session(head), self._tree.path_bytes(head), name)
 
     def conversation_items(self, owner: str, name: str) -> list[Item]:
         """Its items, oldest first."""

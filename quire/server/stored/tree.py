@@ -172,6 +172,11 @@ class ItemTree:
         ).fetchone()
         return ("", "") if found is None else found
 
+    def path_bytes(self, node: int | None) -> int:
+        """Bytes of all nodes from the root to a node."""
+        row = self.db.execute(_PATH + "SELECT sum(bytes) FROM path JOIN nodes USING (key)", (node,)).fetchone()
+        return row[0] or 0
+
     def is_in_a_response(self, node: int) -> bool:
         """Whether a response that can be retrieved has this node's items in its context."""
         query = _BELOW + "SELECT 1 FROM below JOIN nodes USING (key) WHERE response IS NOT NULL LIMIT 1"

@@ -9,6 +9,7 @@ changed, the text differs and is tokenized anew. Nothing depends on a session: w
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
 from collections.abc import AsyncGenerator
@@ -58,6 +59,8 @@ class ResponseTurn:
     branch: Branch | None = None
     salt: str = ""
     inputs: list[Item] = field(default_factory=list)
+    has_references: bool = False
+    """Its input referred to stored items, which can be large."""
     locked: set[tuple[str, str]] = field(default_factory=set)
     """Conversations with a response under way; its own is among them until `unlock`."""
 
@@ -91,12 +94,13 @@ async def begin(context: ServerContext, exchange: Exchange, request: ResponsesRe
         owner, f"resp_{uuid.uuid4().hex if is_stored else exchange.id}", is_stored, locked=stored.locked
     )
     if request.previous_response_id is not None:
-        turn.context = await stored.store.run(stored.store.response_context, owner, request.previous_response_id)
+        turn.context = await stored.call(stored.store.response_context, owner, request.previous_response_id)
     elif (name := request.conversation_id) is not None:
         turn.context = await _locked_context(context, owner, name)
     try:
         if not isinstance(request.input, str) and (named := references(request.input)):
-            request.input = resolved(request.input, await stored.store.run(stored.store.items, owner, named))
+            request.input = resolved(request.input, await stored.call(stored.store.items, owner, named))
+            turn.has_references = True
         await _find_branch(context, exchange, request, turn)
     except BaseException:
         turn.unlock()
@@ -113,7 +117,7 @@ async def _locked_context(context: ServerContext, owner: str, name: str) -> Stor
         )  # fmt: skip
     stored.locked.add((owner, name))
     try:
-        return await stored.store.run(stored.store.conversation_context, owner, name)
+        return await stored.call(stored.store.conversation_context, owner, name)
     except BaseException:
         stored.locked.discard((owner, name))
         raise
@@ -169,40 +173,50 @@ class ResponseAnswer:
 
     async def events(self) -> AsyncGenerator[list[ResponseEvent], None]:
         """Events as the response is generated. When the last ones come, the response is stored."""
-        reason, is_first, writer = None, True, self.writer
-        async with aclosing(self._generation.pieces()) as pieces:
-            async for piece in pieces:
-                events = writer.start() if is_first else []
-                is_first = False
-                events += writer.write(piece.deltas, self._logprobs(piece))
-                reason = piece.finish_reason
-                if events:
-                    yield events
+        writer, reason, is_first, is_over = self.writer, None, True, False
+        try:
+            async with aclosing(self._generation.pieces()) as pieces:
+                async for piece in pieces:
+                    events = writer.start() if is_first else []
+                    is_first = False
+                    events += writer.write(piece.deltas, self._logprobs(piece))
+                    reason = piece.finish_reason
+                    if events:
+                        yield events
+            is_over = True
+        finally:
+            if not is_over:
+                self._drop_session()  # the client may have left after the last token
         last = writer.finish(reason, self._generation.counter.usage)
-        if not await self.keep():
-            writer.response.store = last[-1].response.store = False  # type: ignore[attr-defined]
+        if self.turn.is_kept:
+            await asyncio.shield(keeping := asyncio.ensure_future(self._keep()))
+            if not keeping.result():
+                writer.response.store = last[-1].response.store = False  # type: ignore[attr-defined]
         yield last
 
-    async def keep(self) -> bool:
-        """Store the finished response, and save its KV; False if there is no room and the client did not ask for it."""
-        turn, context = self.turn, self._context
-        if not turn.is_kept:
-            return turn.is_stored
-        branch = None if turn.branch is None else turn.branch.turn
-        session = branch.key if branch is not None and branch.has_session else ""
-        store = context.stored.store
+    async def _keep(self) -> bool:
+        """Store the response, and save its KV. False: it is not stored, and the client did not ask for it."""
+        turn, context, branch = self.turn, self._context, self._branch
+        store, session = context.stored.store, branch.key if branch is not None and branch.has_session else ""
         try:
             record = turn.record(self.writer.response, session)
             await store.run(store.finish if self._request.background else store.add, record)
         except StoreError as error:
-            if branch is not None:
-                branch.undo(context.llm)
+            self._drop_session()
             if self._request.store or self._request.background or turn.context.conversation is not None:
                 raise as_stored_error(error) from None
             return False
         if branch is not None:
             await branch.suspend(context.llm)
         return turn.is_stored
+
+    @property
+    def _branch(self) -> BranchTurn | None:
+        return None if self.turn.branch is None else self.turn.branch.turn
+
+    def _drop_session(self) -> None:
+        if self._branch is not None:
+            self._branch.undo(self._context.llm)
 
     def _logprobs(self, piece: AnswerPiece) -> list[TokenLogprob]:
         sequence, request = piece.sequence, self._request
