@@ -106,6 +106,10 @@ def make_sense(body: Any, path: str) -> None:
                 body.pop(name, None)
     if path.startswith("/v1/sessions"):
         _make_sense_of_session(body)
+    if path == "/v1/responses":  # ids of what is stored cannot be guessed
+        body |= {"previous_response_id": None, "conversation": None}
+        if body.get("background"):
+            body["store"] = True
     for message in body.get("messages") or []:
         message["role"] = "user" if len(message.get("role", "")) % 2 else "assistant"
         message["content"] = message.get("content") or "abc"

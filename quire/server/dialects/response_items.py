@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from quire.server.dialects.responses_chat import read_item
+from quire.server.dialects.responses_chat import check_item
 from quire.server.dialects.responses_writer import new_item_id
 from quire.server.errors import bad_request, not_found
 from quire.server.protocol.responses import ResponseItemList
@@ -47,10 +47,8 @@ def stored_items(given: str | Sequence[dict[str, Any]], where: str = "input") ->
 
 
 def _stored(item: dict[str, Any], where: str) -> dict[str, Any]:
-    read_item(item, where)
+    check_item(item, where)
     kind = item.get("type") or "message"
-    if kind == REFERENCE:
-        raise bad_request(f"{where} is a reference: give the item itself", where)
     name = item.get("id")
     name = name if isinstance(name, str) and _ID.fullmatch(name) else new_item_id(_PREFIXES[kind])
     whole = {"status": "completed", **{field: value for field, value in item.items() if value is not None}}

@@ -67,20 +67,20 @@ def _messages(request: ResponsesRequest, history: Sequence[dict[str, Any]]) -> l
     if request.instructions is not None:
         conversation.add_text("system", request.instructions)
     for item in history:
-        conversation.add(read_item(item, "a stored item"), "a stored item")
+        conversation.add(_read_item(item, "a stored item"), "a stored item")
     if isinstance(request.input, str):
         conversation.add_text("user", request.input)
         return conversation.messages
     if not request.input:
         raise bad_request("input is empty: at least one item is needed", "input")
     for index, item in enumerate(request.input):
-        conversation.add(read_item(item, f"input[{index}]"), f"input[{index}]")
+        conversation.add(_read_item(item, f"input[{index}]"), f"input[{index}]")
     if not conversation.messages:
         raise bad_request("input has only reasoning: at least one message is needed", "input")
     return conversation.messages
 
 
-def read_item(item: dict[str, Any], where: str) -> Any:
+def _read_item(item: dict[str, Any], where: str) -> Any:
     """An item as its struct; raises 400. `where`: its name in errors."""
     name = item.get("type") or "message"
     kind = INPUT_ITEMS.get(name) if isinstance(name, str) else None
@@ -93,6 +93,11 @@ def read_item(item: dict[str, Any], where: str) -> Any:
         wrong = as_decode_error(error, {})
         path = f"{where}.{wrong.param}" if wrong.param else where
         raise bad_request(f"{where}: {wrong.message}", path) from None
+
+
+def check_item(item: dict[str, Any], where: str) -> None:
+    """Raise 400 unless it is an item that a conversation can have."""
+    _Conversation().add(_read_item(item, where), where)
 
 
 class _Conversation:
