@@ -9,6 +9,7 @@ from typing import Any
 from quire.server.dialects.responses_chat import check_item
 from quire.server.dialects.responses_writer import new_item_id
 from quire.server.errors import bad_request, not_found
+from quire.server.protocol.fields import FieldReader
 from quire.server.protocol.responses import ResponseItemList
 
 LARGEST_PAGE = 100
@@ -16,7 +17,10 @@ DEFAULT_PAGE = 20
 REFERENCE = "item_reference"
 
 _ID = re.compile(r"[!-~]{1,128}")
-_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
+_PREFIXES = {
+    "message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs",
+    "custom_tool_call": "ctc", "custom_tool_call_output": "ctco",
+}  # fmt: skip
 
 
 def references(items: str | Sequence[Mapping[str, Any]]) -> list[str]:
@@ -39,15 +43,17 @@ def _is_reference(item: Mapping[str, Any]) -> bool:
     return item.get("type") == REFERENCE or (item.get("type") is None and set(item) <= {"id", "type"} and "id" in item)
 
 
-def stored_items(given: str | Sequence[dict[str, Any]], where: str = "input") -> list[dict[str, Any]]:
+def stored_items(
+    given: str | Sequence[dict[str, Any]], fields: FieldReader, where: str = "input"
+) -> list[dict[str, Any]]:
     """An input as items to store; raises 400 for what is not an item."""
     if isinstance(given, str):
         given = [{"role": "user", "content": given}]
-    return [_stored(item, f"{where}[{index}]") for index, item in enumerate(given)]
+    return [_stored(item, f"{where}[{index}]", fields) for index, item in enumerate(given)]
 
 
-def _stored(item: dict[str, Any], where: str) -> dict[str, Any]:
-    check_item(item, where)
+def _stored(item: dict[str, Any], where: str, fields: FieldReader) -> dict[str, Any]:
+    check_item(item, where, fields)
     kind = item.get("type") or "message"
     name = item.get("id")
     name = name if isinstance(name, str) and _ID.fullmatch(name) else new_item_id(_PREFIXES[kind])

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from quire.output.parsers.deltas import CallArguments, CallEnd, CallStart, Content, Delta, Reasoning
+from quire.server.dialects.responses_tools import OfferedTools, custom_input
 from quire.server.errors import ApiError
 from quire.server.protocol.chat import TokenLogprob
 from quire.server.protocol.common import Usage
@@ -18,6 +19,8 @@ from quire.server.protocol.response_events import (
     ResponseArgumentsDone,
     ResponseCompleted,
     ResponseCreated,
+    ResponseCustomInputDelta,
+    ResponseCustomInputDone,
     ResponseEvent,
     ResponseFailed,
     ResponseIncomplete,
@@ -39,6 +42,7 @@ from quire.server.protocol.responses import (
     ResponseInputTokensDetails,
     ResponseObject,
     ResponseOutputCall,
+    ResponseOutputCustomCall,
     ResponseOutputItem,
     ResponseOutputMessage,
     ResponseOutputReasoning,
@@ -61,6 +65,9 @@ def new_response(
         given = msgspec.structs.asdict(request.text.format)
         text = {"format": {name: value for name, value in given.items() if value is not None}}
     scalars = given_scalars(request)
+    choice: Any = request.tool_choice or "auto"
+    if not isinstance(choice, str):
+        choice = {name: value for name, value in msgspec.to_builtins(choice).items() if value is not None}
     return ResponseObject(
         id=response_id,
         created_at=created,
@@ -72,15 +79,13 @@ def new_response(
         parallel_tool_calls=request.parallel_tool_calls is not False,
         previous_response_id=request.previous_response_id,
         conversation=None if conversation is None else ResponseConversation(id=conversation),
-        prompt_cache_key=request.prompt_cache_key,
-        safety_identifier=request.safety_identifier,
         reasoning=request.reasoning,
         store=store,
         background=bool(request.background),
         temperature=scalars.get("temperature"),
         text=text,
-        tool_choice=request.tool_choice or "auto",
-        tools=request.tools or [],
+        tool_choice=choice,
+        tools=[_as_returned(tool) for tool in request.tools or ()],
         top_logprobs=request.top_logprobs or 0,
         top_p=scalars.get("top_p"),
         truncation=request.truncation or "disabled",
@@ -91,8 +96,9 @@ def new_response(
 class ResponseWriter:
     """Builds a response from deltas and returns the events of each change, which are ignored without streaming."""
 
-    def __init__(self, response: ResponseObject) -> None:
+    def __init__(self, response: ResponseObject, tools: OfferedTools) -> None:
         self.response = response
+        self._tools = tools
         self._events: list[ResponseEvent] = []
         self._sequence = 0
         self._text: list[str] = []
@@ -127,7 +133,8 @@ class ResponseWriter:
                 self._add_call(delta)
             elif isinstance(delta, CallArguments):
                 self._text.append(delta.text)
-                self._emit(ResponseArgumentsDelta(**self._position, delta=delta.text))
+                if isinstance(self._item, ResponseOutputCall):
+                    self._emit(ResponseArgumentsDelta(**self._position, delta=delta.text))
             elif isinstance(delta, CallEnd):
                 self._close("completed" if delta.complete else "incomplete")
         if deltas:
@@ -191,7 +198,7 @@ class ResponseWriter:
         self._emit(ResponseReasoningDelta(**self._position, delta=text))
 
     def _add_call(self, start: CallStart) -> None:
-        self._open(ResponseOutputCall(new_item_id("fc"), "in_progress", start.id, start.name, ""))
+        self._open(self._tools.item_of(start))
 
     def _open(self, item: ResponseOutputItem) -> None:
         self._close("completed")
@@ -221,6 +228,12 @@ class ResponseWriter:
             self._emit(
                 ResponseReasoningDone(**self._position, text=text), ResponsePartDone(**self._position, part=reasoning)
             )
+        elif isinstance(item, ResponseOutputCustomCall):
+            item.input = custom_input(text)
+            self._emit(
+                ResponseCustomInputDelta(**self._position, delta=item.input),
+                ResponseCustomInputDone(**self._position, input=item.input),
+            )
         else:
             item.arguments = text
             self._emit(ResponseArgumentsDone(**self._position, name=item.name, arguments=text))
@@ -246,9 +259,16 @@ class ResponseWriter:
 
 def _copy(item: ResponseOutputItem) -> ResponseOutputItem:
     """A snapshot: events are encoded after the item may have changed."""
-    if isinstance(item, ResponseOutputCall):
+    if isinstance(item, ResponseOutputCall | ResponseOutputCustomCall):
         return msgspec.structs.replace(item)
     return msgspec.structs.replace(item, content=list(item.content))
+
+
+def _as_returned(tool: dict[str, Any]) -> dict[str, Any]:
+    """A tool as responses repeat it: a function with all of its fields."""
+    if tool.get("type", "function") != "function":
+        return tool
+    return {"type": "function", "description": None, "parameters": None, "strict": None, **tool}
 
 
 def new_item_id(kind: str) -> str:

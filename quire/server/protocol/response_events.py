@@ -105,6 +105,14 @@ class ResponseArgumentsDone(_ItemEvent, tag="response.function_call_arguments.do
     arguments: str
 
 
+class ResponseCustomInputDelta(_ItemEvent, tag="response.custom_tool_call_input.delta", kw_only=True):
+    delta: str
+
+
+class ResponseCustomInputDone(_ItemEvent, tag="response.custom_tool_call_input.done", kw_only=True):
+    input: str
+
+
 AnyResponseEvent = Union[
     ResponseCreated,
     ResponseQueued,
@@ -122,4 +130,6 @@ AnyResponseEvent = Union[
     ResponseReasoningDone,
     ResponseArgumentsDelta,
     ResponseArgumentsDone,
+    ResponseCustomInputDelta,
+    ResponseCustomInputDone,
 ]

@@ -18,6 +18,7 @@ from quire.server.protocol.conversations import (
     ConversationObject,
     ConversationUpdateRequest,
 )
+from quire.server.protocol.fields import FieldReader
 from quire.server.protocol.responses import ResponseItemList
 from quire.server.routing import Route
 from quire.sessions.log import owner_id
@@ -35,7 +36,7 @@ async def create(context: ServerContext, exchange: Exchange) -> None:
     request = await exchange.read_json(ConversationCreateRequest)
     if not context.stored.is_on:
         raise bad_request("nothing is stored here (--max-stored-responses 0): send whole conversations")
-    items = await exchange.work(_read, request)
+    items = await exchange.work(_read, request, exchange.fields)
     store = context.stored.store
     made = await _call(context, store.create_conversation, exchange, items, request.metadata or {})
     await exchange.reply(msgspec.convert(made, ConversationObject))
@@ -71,7 +72,7 @@ async def list_items(context: ServerContext, exchange: Exchange) -> None:
 async def create_items(context: ServerContext, exchange: Exchange) -> None:
     """Add items to a conversation."""
     request = await exchange.read_json(ConversationItemsRequest)
-    items = await exchange.work(_read, request)
+    items = await exchange.work(_read, request, exchange.fields)
     await _call(context, context.stored.store.add_items, exchange, _name(exchange), items)
     ends = items[0]["id"], items[-1]["id"]
     await exchange.reply(ResponseItemList(data=items, first_id=ends[0], last_id=ends[1], has_more=False))
@@ -95,9 +96,9 @@ async def delete_item(context: ServerContext, exchange: Exchange) -> None:
     await exchange.reply(msgspec.convert(found, ConversationObject))
 
 
-def _read(request: ConversationCreateRequest | ConversationItemsRequest) -> list[dict[str, Any]]:
+def _read(request: ConversationCreateRequest | ConversationItemsRequest, fields: FieldReader) -> list[dict[str, Any]]:
     request.check_fields()
-    return stored_items(request.items or [], "items")
+    return stored_items(request.items or [], fields, "items")
 
 
 def _name(exchange: Exchange) -> str:

@@ -25,8 +25,8 @@ async def create(context: ServerContext, exchange: Exchange) -> None:
         is_handed_over = False
         try:
             is_long = request.tools is not None or turn.context.bytes > SMALL_BODY or turn.has_references
-            generation = await exchange.work(prepare_response, context, exchange, request, turn, is_long=is_long)
-            answer = ResponseAnswer(context, request, generation, turn)
+            made = await exchange.work(prepare_response, context, exchange, request, turn, is_long=is_long)
+            answer = ResponseAnswer(context, request, *made, turn)
             if request.background:
                 context.stored.background.check_room(turn.owner)
                 is_handed_over = True

@@ -10,6 +10,7 @@ changed, the text differs and is tokenized anew. Nothing depends on a session: w
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 import uuid
 from collections.abc import AsyncGenerator
@@ -21,11 +22,12 @@ import msgspec
 
 from quire.api.async_sessions import BranchTurn
 from quire.engine.session_calls import ReadTokens
-from quire.errors import EngineDeadError, QuireError, ReplicaDownError, StoreError
+from quire.errors import QuireError, StoreError
 from quire.loading.model_config import tokens_fingerprint
 from quire.server.chat_generation import AnswerPiece, Branch, ChatGeneration, prepare
 from quire.server.dialects.response_items import references, resolved, stored_items
 from quire.server.dialects.responses_chat import as_chat
+from quire.server.dialects.responses_tools import OfferedTools
 from quire.server.dialects.responses_writer import ResponseWriter, new_response
 from quire.server.errors import ApiError, bad_request
 from quire.server.generation import SESSION_HEADER
@@ -41,6 +43,8 @@ from quire.sessions.log import owner_id, session_key
 
 if TYPE_CHECKING:
     from quire.server.context import ServerContext
+
+logger = logging.getLogger(__name__)
 
 _SESSIONS_OF = "\0responses\0"
 """Before a tenant's name: the tenant that sessions of its stored responses belong to. No client can have this name, so
@@ -136,9 +140,8 @@ async def _find_branch(
             async with answering(exchange, context.supervisor.each):
                 before = (await context.llm.call_sessions(ReadTokens(previous.session))).tokens or []
             source = previous.session
-        except QuireError as error:  # it expired, was damaged, or is at a replica that is down
-            if isinstance(error, EngineDeadError) and not isinstance(error, ReplicaDownError):
-                raise
+        except QuireError as error:  # it expired, was damaged, or its engine is down
+            logger.info("request %s goes on from stored items without their KV: %s", exchange.id, error)
     branch = None
     if turn.is_kept and SESSION_HEADER not in exchange.headers:
         key = session_key(f"{_SESSIONS_OF}{exchange.tenant}", turn.response_id)
@@ -148,24 +151,30 @@ async def _find_branch(
 
 def prepare_response(
     context: ServerContext, exchange: Exchange, request: ResponsesRequest, turn: ResponseTurn
-) -> ChatGeneration:
-    """The request's generation, in `Exchange.work`."""
-    chat = as_chat(request, context.max_model_len, turn.context.items)
+) -> tuple[ChatGeneration, OfferedTools]:
+    """The request's generation, and the tools it offers, in `Exchange.work`."""
+    tools = OfferedTools(request.tools, exchange.fields)
+    chat = as_chat(request, context.max_model_len, exchange.fields, tools, turn.context.items)
     generation = prepare(context, exchange, chat, branch=turn.branch)
     if turn.is_kept:
-        turn.inputs = stored_items(request.input)
-    return generation
+        turn.inputs = stored_items(request.input, exchange.fields)
+    return generation, tools
 
 
 class ResponseAnswer:
     """A response while it is generated."""
 
     def __init__(
-        self, context: ServerContext, request: ResponsesRequest, generation: ChatGeneration, turn: ResponseTurn
+        self,
+        context: ServerContext,
+        request: ResponsesRequest,
+        generation: ChatGeneration,
+        tools: OfferedTools,
+        turn: ResponseTurn,
     ) -> None:
         model = request.model or context.names[0]
         response = new_response(request, turn.response_id, int(time.time()), model, store=turn.is_stored)
-        self.writer = ResponseWriter(response)
+        self.writer = ResponseWriter(response, tools)
         self.turn = turn
         self._context = context
         self._request = request

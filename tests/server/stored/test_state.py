@@ -19,7 +19,8 @@ from pydantic import BaseModel
 from quire.engine.session_calls import DeleteSession, ReadTokens
 from quire.server.dialects.response_items import stored_items
 from quire.server.dialects.responses_chat import as_chat
-from quire.server.http import decode
+from quire.server.dialects.responses_tools import OfferedTools
+from quire.server.protocol.fields import FieldReader
 from quire.server.protocol.responses import ResponsesRequest
 from quire.sessions.log import session_key
 from tests.server.conftest import MODEL, Host, Live
@@ -87,6 +88,14 @@ def until(client: openai.OpenAI, name: str, *statuses: str) -> Any:
     return found
 
 
+def messages(body: dict[str, Any], history: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages of a request with stored items before its input."""
+    reader = FieldReader()
+    request = reader.decode(json.dumps(body).encode(), ResponsesRequest)
+    chat = as_chat(request, 100, reader, OfferedTools(None, reader), history)
+    return [message.as_dict() for message in chat.messages]
+
+
 class TestFollowUps:
     def test_a_follow_up_continues_the_conversation_and_finds_its_kv(
         self, stateful: Live, client: openai.OpenAI
@@ -136,18 +145,16 @@ class TestFollowUps:
     def test_instructions_are_not_carried_over(self) -> None:
         history = [{"type": "message", "role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
         body = {"input": "c", "previous_response_id": "resp_1", "instructions": "Be brief."}
-        request = decode(json.dumps(body).encode(), ResponsesRequest)
-        chat = [message.as_dict() for message in as_chat(request, 100, history).messages]
+        chat = messages(body, history)
         assert [(message["role"], message["content"]) for message in chat] == [
             ("system", "Be brief."), ("user", "a"), ("assistant", "b"), ("user", "c"),
         ]  # fmt: skip
 
     def test_results_refer_to_stored_calls(self) -> None:
         call = {"type": "function_call", "id": "fc_1", "call_id": "call_1", "name": "f", "arguments": "{}"}
-        history = stored_items([{"role": "user", "content": "a"}, call])
+        history = stored_items([{"role": "user", "content": "a"}, call], FieldReader())
         given = [{"type": "function_call_output", "call_id": "call_1", "output": "b"}]
-        request = decode(json.dumps({"input": given, "previous_response_id": "resp_1"}).encode(), ResponsesRequest)
-        _, asked, result = (message.as_dict() for message in as_chat(request, 100, history).messages)
+        _, asked, result = messages({"input": given, "previous_response_id": "resp_1"}, history)
         assert asked["tool_calls"][0]["id"] == result["tool_call_id"] == "call_1" and result["content"] == "b"
 
     @pytest.mark.slow
