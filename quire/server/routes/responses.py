@@ -69,7 +69,8 @@ async def _start(context: ServerContext, exchange: Exchange, request: ResponsesR
     job = await context.stored.background.start(answer, keeps_events=bool(request.stream))
     if (seconds := context.deadline(request.timeout)) is not None:
         late = ApiError(408, f"the response took longer than its {seconds:g} seconds")
-        asyncio.get_running_loop().call_later(seconds, job.interrupt, late)
+        timer = asyncio.get_running_loop().call_later(seconds, job.interrupt, late)
+        job.task.add_done_callback(lambda _: timer.cancel())
     if request.stream:
         await _follow(exchange, job, -1)
     else:

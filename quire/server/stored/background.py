@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -33,7 +33,7 @@ EVENT_SECONDS = 300.0
 MOST_EVENT_BYTES = 64 << 20
 """…and of all responses together; the oldest ended ones go first."""
 JOB_EVENT_BYTES = 16 << 20
-"""Of one response; then its first events go."""
+"""Of one response; then the first half of its events goes."""
 RETRY_SECONDS = 1.0
 """How often a response that cannot begin, because the queue is full or the engine restarts, is tried again."""
 CLEAN_SECONDS = 60.0
@@ -49,12 +49,15 @@ class BackgroundJob:
         """When it ended, in monotonic seconds; 0: it has not."""
         self.keeps_events = keeps_events
         self.event_bytes = 0
-        self._events: deque[tuple[int, bytes]] = deque()
+        self._events: list[bytes] = []
+        self._first = 0
+        """The number of the first event that is kept."""
         self._store = store
         self._changed = asyncio.Event()
         self._why: ApiError | None = None
         self.stored: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Done when it is stored as queued, or could not be."""
+        self.stored.add_done_callback(lambda stored: stored.exception())  # its client may have left
         self.note(answer.writer.queue())
         self.task: asyncio.Task[None] = asyncio.ensure_future(self._run())
 
@@ -81,12 +84,11 @@ class BackgroundJob:
         """Encoded events with numbers above `after`, until its end. Raises 400 for events that are gone."""
         while True:
             changed = self._changed
-            if self._events and self._events[0][0] > after + 1:
+            if after + 1 < self._first:
                 raise ApiError(400, f"event {after + 1} is no longer kept: retrieve the response without stream")
-            new = [(number, data) for number, data in self._events if number > after]
-            if new:
-                after = new[-1][0]
-                yield b"".join(data for _, data in new)
+            if new := self._events[after + 1 - self._first :]:
+                after += len(new)
+                yield b"".join(new)
             elif self.ended:
                 return
             else:
@@ -96,12 +98,14 @@ class BackgroundJob:
         """Keep events for those who follow."""
         if not self.keeps_events:
             return
-        for event in events:
-            data = named_event(event.kind, event)
-            self._events.append((event.sequence_number, data))
-            self.event_bytes += len(data)
-        while self.event_bytes > JOB_EVENT_BYTES and len(self._events) > 1:
-            self.event_bytes -= len(self._events.popleft()[1])
+        new = [named_event(event.kind, event) for event in events]
+        self._events += new
+        self.event_bytes += sum(map(len, new))
+        if self.event_bytes > JOB_EVENT_BYTES:
+            dropped = self._events[: len(self._events) // 2]
+            del self._events[: len(dropped)]
+            self._first += len(dropped)
+            self.event_bytes -= sum(map(len, dropped))
         self._wake()
 
     def _wake(self) -> None:
@@ -115,13 +119,12 @@ class BackgroundJob:
             self.stored.set_result(None)
             await self._generate()
         except asyncio.CancelledError:
-            events = self.answer.writer.cancel() if self._why is None else self.answer.writer.fail(self._why)
-            await self._keep_as_it_is(events)
+            await self._keep_as_it_is(self._why)
         except Exception as error:
             if not self.stored.done():
                 self.stored.set_exception(error)
                 return
-            await self._keep_as_it_is(self.answer.writer.fail(as_api_error(error)))
+            await self._keep_as_it_is(as_api_error(error))
         finally:
             if not self.stored.done():
                 self.stored.set_exception(self._why or unavailable("the response was interrupted"))
@@ -140,8 +143,8 @@ class BackgroundJob:
                             await self._update()
                         self.note(events)
                 return
-            except Exception as error:
-                if has_begun or as_api_error(error).status not in (429, 503):
+            except ApiError as error:  # the server's own, before the engine had it
+                if has_begun or error.status not in (429, 503):
                     raise
             await asyncio.sleep(RETRY_SECONDS)
 
@@ -150,10 +153,12 @@ class BackgroundJob:
         with contextlib.suppress(StoreError):
             await self._store.run(self._store.update, self.owner, self.response_id, record.body)
 
-    async def _keep_as_it_is(self, events: list[ResponseEvent]) -> None:
-        """Store a response that did not finish, with the output it has."""
+    async def _keep_as_it_is(self, why: ApiError | None) -> None:
+        """Store a response that was cancelled, or has failed, with the output it has."""
+        writer = self.answer.writer
+        events = writer.cancel() + ([] if why is None else writer.fail(why))
         try:
-            await self._store.run(self._store.end, self.answer.turn.record(self.answer.writer.response))
+            await self._store.run(self._store.end, self.answer.turn.record(writer.response))
         except StoreError as error:
             logger.error("response %s ended, and that could not be stored: %s", self.response_id, error)
         self.note(events)
@@ -182,7 +187,7 @@ class BackgroundResponses:
 
     async def start(self, answer: ResponseAnswer, keeps_events: bool) -> BackgroundJob:
         """Store a response as queued, and begin it, after `check_room`. From here on the job unlocks its turn."""
-        self._forget_old()
+        self.forget_old()
         job = BackgroundJob(answer, self._store, keeps_events)
         self._jobs[job.owner, job.response_id] = job
         try:
@@ -194,7 +199,7 @@ class BackgroundResponses:
 
     def find(self, owner: str, name: str) -> BackgroundJob | None:
         """The job of a response that runs, or whose events are still kept."""
-        self._forget_old()
+        self.forget_old()
         return self._jobs.get((owner, name))
 
     def forget(self, owner: str, name: str) -> None:
@@ -211,7 +216,8 @@ class BackgroundResponses:
             job.interrupt(unavailable("the server was shut down; the response was interrupted"))
         await asyncio.gather(*(job.task for job in self._jobs.values()), return_exceptions=True)
 
-    def _forget_old(self) -> None:
+    def forget_old(self) -> None:
+        """Forget responses that ended, once their events are not kept any more."""
         total, now = sum(job.event_bytes for job in self._jobs.values()), time.monotonic()
         for key, job in list(self._jobs.items()):
             is_old = total > MOST_EVENT_BYTES or not job.keeps_events or now - job.ended > EVENT_SECONDS
@@ -268,6 +274,7 @@ class StoredResponses:
             self._has_work.clear()
             with contextlib.suppress(StoreError):
                 await self.store.run(lambda: None)  # every call removes what has expired
+            self.background.forget_old()
             while self._unneeded:
                 key = self._unneeded.pop()
                 with contextlib.suppress(QuireError):  # the session expires anyway
