@@ -32,7 +32,7 @@ from quire.server.dialects.responses_writer import ResponseWriter, new_response
 from quire.server.errors import ApiError, bad_request
 from quire.server.generation import SESSION_HEADER
 from quire.server.http import Exchange
-from quire.server.lifecycle.answer_watch import answering
+from quire.server.lifecycle.answer_watch import answer_or_reason
 from quire.server.logprobs import chat_logprobs
 from quire.server.protocol.chat import TokenLogprob
 from quire.server.protocol.response_events import ResponseEvent
@@ -133,20 +133,27 @@ async def _find_branch(
     """The tokens of the turn that this one goes on from, and a session for its own."""
     previous = turn.context
     turn.salt = f"{tokens_fingerprint(context.llm.info.model).hex()[:16]}:{request.cache_salt or ''}"
-    source, before = "", []
-    if previous.session and previous.salt == turn.salt:
-        context.check_serving()
-        try:
-            async with answering(exchange, context.supervisor.each):
-                before = (await context.llm.call_sessions(ReadTokens(previous.session))).tokens or []
-            source = previous.session
-        except QuireError as error:  # it expired, was damaged, or its engine is down
-            logger.info("request %s goes on from stored items without their KV: %s", exchange.id, error)
+    source = previous.session if previous.salt == turn.salt else ""
+    before = await _tokens_of(context, exchange, source) if source else []
     branch = None
     if turn.is_kept and SESSION_HEADER not in exchange.headers:
         key = session_key(f"{_SESSIONS_OF}{exchange.tenant}", turn.response_id)
         branch = BranchTurn(key, source, context.config.stored_response_ttl)
     turn.branch = Branch(branch, before) if branch is not None or before else None
+
+
+async def _tokens_of(context: ServerContext, exchange: Exchange, session: str) -> list[int]:
+    """A session's tokens; none if it has expired or is damaged, or if its engine does not answer."""
+    context.check_serving()
+    try:
+        asked = context.llm.call_sessions(ReadTokens(session))
+        answer, reason = await answer_or_reason(asked, *context.supervisor.each)
+    except QuireError as error:
+        answer, reason = None, str(error)
+    if answer is None:
+        logger.info("request %s goes on from stored items, not from their tokens: %s", exchange.id, reason)
+        return []
+    return answer.tokens or []
 
 
 def prepare_response(

@@ -490,6 +490,23 @@ class TestEnds:
             with pytest.raises(openai.NotFoundError):
                 openai.OpenAI(base_url=f"{url}/v1", api_key="two").responses.retrieve(first.id)
 
+    @pytest.mark.slow
+    @pytest.mark.parametrize("has_disk", [True, False])
+    def test_a_killed_engine_loses_no_response(self, tiny_model: Path, tmp_path: Path, has_disk: bool) -> None:
+        """The follow-up waits for the next engine; without a disk, that one computes the conversation again."""
+        disk = {"kv_disk": str(tmp_path / "kv"), "swap_space": 0.02} if has_disk else {}
+        host = Host(tiny_model, **disk)
+        live, stop = host.start()
+        client = live.openai()
+        first = ask(client)
+        live.assert_idle()
+        os.kill(host.llm.replicas[0].engine.pid, signal.SIGKILL)
+        second = ask(client, "go on", previous_response_id=first.id)
+        assert_answers(live, second, HELLO, first.output_text, "go on")
+        assert (second.usage.input_tokens_details.cached_tokens > 0) is has_disk
+        stop()
+        host.close()
+
     def test_a_stopped_server_ends_background_responses(self, host: Host) -> None:
         live, stop = host.start(shutdown_timeout=0.1)
         client = live.openai()
