@@ -189,7 +189,16 @@ def prepare(
     return ChatGeneration(
         context=context,
         exchange=exchange,
-        job=GenerationJob(tokens, params, text, request.priority or 0, request.cache_salt, search, turn),
+        job=GenerationJob(
+            tokens,
+            params,
+            text,
+            request.priority or 0,
+            request.cache_salt,
+            search,
+            turn,
+            is_turn_optional=turn is not None and session is None and request.session_id is None,
+        ),
         choices=[GeneratedChoice(reader, plan, request.keeps_reasoning) for reader in readers],
         splits_reasoning=split is not None,
         is_streamed=bool(request.stream),

@@ -51,6 +51,9 @@ class Script:
                 finished=is_last, metrics=RequestMetrics(arrival_time=0.0), num_cached_tokens=0,
             )  # fmt: skip
 
+    async def call_sessions(self, operation: Any) -> None:
+        """opencode names a session, which is suspended while its tools run."""
+
 
 @pytest.fixture(scope="module")
 def long_host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
@@ -66,6 +69,7 @@ def long_host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
 def script(long_host: Host, monkeypatch: pytest.MonkeyPatch) -> Script:
     made = Script()
     monkeypatch.setattr(long_host.llm, "run", made.run)
+    monkeypatch.setattr(long_host.llm, "call_sessions", made.call_sessions)
     return made
 
 
@@ -189,8 +193,8 @@ class TestInstalled:
         if path is None:
             pytest.skip(f"{command[0]} is not installed")
         done = subprocess.run(
-            [path, *command[1:]], cwd=home, env={**os.environ, "HOME": str(home), "PWD": str(home), **environment}, text=True,
-            stdin=subprocess.DEVNULL, capture_output=True, timeout=120,
+            [path, *command[1:]], cwd=home, env={**os.environ, "HOME": str(home), "PWD": str(home), **environment},
+            text=True, stdin=subprocess.DEVNULL, capture_output=True, timeout=120,
         )  # fmt: skip
         return done.stdout + done.stderr
 

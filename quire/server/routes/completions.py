@@ -68,7 +68,9 @@ def prepare(context: ServerContext, exchange: Exchange, request: CompletionReque
             tokens = prompt
         if params.truncate_prompt_tokens is None:
             context.check_length(len(tokens), limit)
-        jobs.append(GenerationJob(tokens, params, text, request.priority or 0, request.cache_salt, search, turn))
+        job = GenerationJob(tokens, params, text, request.priority or 0, request.cache_salt, search, turn)
+        job.is_turn_optional = turn is not None and request.session_id is None
+        jobs.append(job)
     return jobs
 
 
