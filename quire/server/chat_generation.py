@@ -176,7 +176,10 @@ def prepare(
     if params.truncate_prompt_tokens is None:
         context.check_length(len(tokens), limit, field_name)
     make_reader, split = _reader_factory(context, plan, text)
-    _constrain(request, params, plan, split, text)
+    _constrain(request, params, plan)
+    if params.structured_outputs is not None and split is not None and params.structured_outputs.after is None:
+        switches = template_kwargs(context, request)
+        params.structured_outputs = split.after_thinking(params.structured_outputs, text, switches)
     search = beam_search_params(request, limit or max(1, context.max_model_len - len(tokens)))
     if search is not None and params.structured_outputs is not None:
         raise bad_request("a tool_choice that requires calls is not supported with use_beam_search", "tool_choice")
@@ -307,9 +310,7 @@ def _reader_factory(context: ServerContext, plan: ToolPlan, prompt: str) -> tupl
     return make_reader, split
 
 
-def _constrain(
-    request: ChatRequest, params: SamplingParams, plan: ToolPlan, split: type[ThinkSplit] | None, prompt: str
-) -> None:
+def _constrain(request: ChatRequest, params: SamplingParams, plan: ToolPlan) -> None:
     """Constrain the answer to the tool calls that the request requires, or else to its own structured output: that is
     the form of an answer in text, and a required call leaves no room for one."""
     wanted = plan.constraint()
@@ -319,6 +320,3 @@ def _constrain(
                 "a tool_choice that names a tool cannot be combined with structured_outputs: send one of them"
             )
         params.structured_outputs = wanted
-    if params.structured_outputs is not None and split is not None and split.opens(prompt):
-        # The answer begins inside the reasoning, which is not constrained.
-        params.structured_outputs = msgspec.structs.replace(params.structured_outputs, after=split.closing)

@@ -50,6 +50,8 @@ REQUEST_TYPES = {"/v1/chat/completions": "chat_completions", "/v1/responses": "r
 MOST_FIELD_LABELS = 64
 """Names of ignored fields that are counted separately."""
 FINISH_REASONS = ("stop", "length", "abort", "error", "repetition")
+PROMPT_SOURCES = ("local_compute", "local_cache_hit", "external_kv_transfer")
+"""vLLM's; the last stays zero: KV does not come from other servers."""
 ENDED_WELL = ("stop", "length")
 ALL_ENGINES = "all"
 """The `engine` label of request metrics if there are several engines."""
@@ -64,6 +66,9 @@ class MeasuredEngine(MetricsSource, Protocol):
 
     @property
     def token_times(self) -> TokenTimes: ...
+
+    @property
+    def num_resumed(self) -> int: ...
 
 
 class RejectionCounter(Protocol):
@@ -99,7 +104,7 @@ class ServerMetrics:
         self._bounds = {spec.name: by_length if spec.bounds == BY_MODEL_LENGTH else spec.bounds for spec in ALL_METRICS}
         self._counts: dict[str, dict[Labels, float]] = {
             "request_success": {(reason,): 0.0 for reason in FINISH_REASONS},
-            "prompt_tokens_by_source": {("local_compute",): 0.0, ("local_cache_hit",): 0.0},
+            "prompt_tokens_by_source": {(source,): 0.0 for source in PROMPT_SOURCES},
             "prompt_tokens": {(): 0.0},
             "prompt_tokens_cached": {(): 0.0},
         }
@@ -178,6 +183,7 @@ class ServerMetrics:
             self._observe("request_time_per_output_token_seconds", decode / (longest - 1))
         self._observe("request_generation_tokens", tokens)
         self._observe("request_max_num_generation_tokens", longest)
+        self._observe("request_num_preemptions", metrics.preemptions)
         self._observe("request_params_n", record.params.n)
         if record.params.max_tokens is not None:
             self._observe("request_params_max_tokens", record.params.max_tokens)
@@ -234,6 +240,8 @@ class ServerMetrics:
         match name:
             case "generation_tokens":
                 return {(): self._llm.token_times.tokens}
+            case "requests_resumed":
+                return {(): self._llm.num_resumed}
             case "requests_rejected":
                 return {} if self._admission is None else {(key,): n for key, n in self._admission.rejected.items()}
         return self._counts.get(name, {})
