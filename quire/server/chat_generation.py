@@ -171,6 +171,8 @@ def prepare(
         request, context.sampling_defaults, context.max_new_tokens if limit is None else limit, logprobs
     )
     text, tokens = render(context, request) if session is None else (session.text, session.tokens)
+    if request.echo and not request.stream and params.prompt_logprobs is None:
+        params.prompt_logprobs = request.top_logprobs or 0
     if is_limit_soft and limit is not None and limit <= context.max_model_len:
         params.max_tokens = limit = max(1, min(limit, context.max_model_len - len(tokens)))
     if params.truncate_prompt_tokens is None:
@@ -247,7 +249,8 @@ def render(context: ServerContext, request: ChatRequest) -> tuple[str, list[int]
     text = context.tool_prompts.render(messages, **arguments)
     check_abandoned()
     # The template writes the special tokens itself; the tokenizer must not add its own.
-    return text, context.tokenize(text, add_special_tokens=False, keep=request.truncate_prompt_tokens)
+    from_start = request.truncation_side == "right"
+    return text, context.tokenize(text, False, keep=request.truncate_prompt_tokens, from_start=from_start)
 
 
 def _check_template(context: ServerContext, request: ChatRequest) -> None:

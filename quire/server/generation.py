@@ -16,6 +16,8 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from types import TracebackType
 
+from msgspec import UNSET
+
 from quire.api.async_sessions import SessionTurn as SessionTurn
 from quire.api.inputs import TokensPrompt
 from quire.errors import SessionBusyError
@@ -243,6 +245,18 @@ class UsageCounter:
             self._prompts[index] = len(output.prompt_token_ids), output.num_cached_tokens or 0
         for sequence in output.outputs:
             self.completion += len(sequence.token_ids)
+
+    @property
+    def first_usage(self) -> Usage:
+        """The prompt's tokens alone, as the first chunk of a stream reports them."""
+        prompt = sum(tokens for tokens, _ in self._prompts.values())
+        details = None if self.reasoning is None else CompletionTokensDetails(0)
+        return Usage(
+            prompt_tokens=prompt,
+            total_tokens=prompt,
+            completion_tokens=0,
+            completion_tokens_details=UNSET if details is None else details,
+        )
 
     @property
     def usage(self) -> Usage:
