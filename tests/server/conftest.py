@@ -198,7 +198,7 @@ def long_host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
 
 @pytest.fixture
 def script(long_host: Host, monkeypatch: pytest.MonkeyPatch) -> Script:
-    made = Script()
+    made = Script(long_host.llm.inputs)
     monkeypatch.setattr(long_host.llm, "run", made.run)
     monkeypatch.setattr(long_host.llm, "call_sessions", made.call_sessions)
     return made

@@ -78,7 +78,9 @@ class EmbeddingRequest(Body):
     def check_fields(self) -> None:
         """Check what the types cannot express; raises 400."""
         check_scheduling(self.timeout, self.priority)
-        if (self.input is None) == (self.messages is None):
+        if self.input is None and self.messages is None:
+            raise bad_request("input is missing: give text, token ids, or messages in its place", "input")
+        if self.input is not None and self.messages is not None:
             raise bad_request("give either input or messages", "input")
         if self.messages is not None:
             self.as_chat().check_fields()
