@@ -112,7 +112,9 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=False):
     ] = 1.0  # fmt: skip
     temperature: Annotated[
         float,
-        Scalar("0 takes the most likely token; higher is more varied; at most 2", 0.0, 2.0, in_generation_config=True),
+        Scalar(
+            "0 takes the most likely token; higher is more varied; at most 100", 0.0, 100.0, in_generation_config=True
+        ),
     ] = 1.0
     top_p: Annotated[
         float,

@@ -204,6 +204,8 @@ def prepare(
     text, tokens = render(context, request) if session is None else (session.text, session.tokens)
     if branch is not None and branch.before and (same := branch.continued(context.texts, text)) is not None:
         tokens = same if len(same) <= (params.truncate_prompt_tokens or len(same)) else tokens
+    if request.echo and not request.stream and params.prompt_logprobs is None:
+        params.prompt_logprobs = request.top_logprobs or 0
     if is_limit_soft and limit is not None and limit <= context.max_model_len:
         params.max_tokens = limit = max(1, min(limit, context.max_model_len - len(tokens)))
     if params.truncate_prompt_tokens is None:
@@ -227,7 +229,16 @@ def prepare(
     return ChatGeneration(
         context=context,
         exchange=exchange,
-        job=GenerationJob(tokens, params, text, request.priority or 0, request.cache_salt, search, turn),
+        job=GenerationJob(
+            tokens,
+            params,
+            text,
+            request.priority or 0,
+            request.cache_salt,
+            search,
+            turn,
+            is_turn_optional=turn is not None and session is None and request.session_id is None,
+        ),
         choices=[GeneratedChoice(reader, plan, request.keeps_reasoning) for reader in readers],
         splits_reasoning=split is not None,
         is_streamed=bool(request.stream),
@@ -273,7 +284,8 @@ def render(context: ServerContext, request: ChatRequest) -> tuple[str, list[int]
     text = context.tool_prompts.render(messages, **arguments)
     check_abandoned()
     # The template writes the special tokens itself; the tokenizer must not add its own.
-    return text, context.tokenize(text, add_special_tokens=False, keep=request.truncate_prompt_tokens)
+    from_start = request.truncation_side == "right"
+    return text, context.tokenize(text, False, keep=request.truncate_prompt_tokens, from_start=from_start)
 
 
 def _check_template(context: ServerContext, request: ChatRequest) -> None:

@@ -95,6 +95,9 @@ class ServerConfig:
         False, "Include usage in every chunk and at the end of every stream", "answers"
     )
     enable_request_id_headers: bool = option(False, "Send X-Request-Id in responses", "answers")
+    enable_tokenizer_info_endpoint: bool = option(
+        True, "Serve /tokenizer_info: the tokenizer's settings and chat template", "answers"
+    )
     enable_per_request_metrics: bool = option(
         False, "Include times, cached tokens and preemptions in every response, as return_metrics does", "answers"
     )
