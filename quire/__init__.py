@@ -36,6 +36,8 @@ _EXPORTS = {
     "PoolingRequestOutput": "quire.messages.outputs",
     "EmbeddingOutput": "quire.messages.outputs",
     "EmbeddingRequestOutput": "quire.messages.outputs",
+    "ScoringOutput": "quire.messages.outputs",
+    "ScoringRequestOutput": "quire.messages.outputs",
     "EngineConfig": "quire.config",
     "EngineArgs": "quire.api.compat",
     "AsyncEngineArgs": "quire.api.compat",
@@ -65,6 +67,8 @@ if TYPE_CHECKING:
     from quire.messages.outputs import PoolingOutput as PoolingOutput
     from quire.messages.outputs import PoolingRequestOutput as PoolingRequestOutput
     from quire.messages.outputs import RequestOutput as RequestOutput
+    from quire.messages.outputs import ScoringOutput as ScoringOutput
+    from quire.messages.outputs import ScoringRequestOutput as ScoringRequestOutput
     from quire.messages.pooling import PoolingParams as PoolingParams
     from quire.messages.sampling import RequestOutputKind as RequestOutputKind
     from quire.messages.sampling import SamplingParams as SamplingParams

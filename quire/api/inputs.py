@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Protocol, TypedDict, TypeVar, Union
 
+from quire import vllm_arguments
 from quire.api.pooling import PoolingInputs
 from quire.api.text_encoding import TextEncoder, encode_text
 from quire.config import EngineConfig
@@ -19,6 +20,7 @@ from quire.messages.pooling import PoolingParams
 from quire.messages.request import NewRequest
 from quire.messages.sampling import FROM_GENERATION_CONFIG, RequestOutputKind, SamplingParams
 from quire.scheduler.beam_search import num_candidates
+from quire.vllm_arguments import check_argument
 
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_CHARACTERS = 1024
@@ -163,13 +165,17 @@ class InputProcessor:
         if isinstance(prompt, Mapping):
             fields: Mapping[str, Any] = prompt
             unknown = set(prompt) - _PROMPT_FIELDS
+            for name in unknown & vllm_arguments.PROMPT.keys():
+                check_argument(vllm_arguments.PROMPT[name], fields[name])
+                unknown.discard(name)
             if unknown:
                 raise ValidationError(
                     f"a prompt takes {sorted(_PROMPT_FIELDS)}, not {sorted(unknown)}", "prompt", sorted(unknown)
                 )
             salt = str(fields.get("cache_salt") or "")
             text = fields.get("prompt")
-            prompt = fields.get("prompt_token_ids", text)
+            given = fields.get("prompt_token_ids")
+            prompt = text if given is None else given  # type: ignore[assignment]  # None is refused below
         if isinstance(prompt, str):
             return prompt, self.encode(prompt), salt
         if isinstance(prompt, Sequence) and not isinstance(prompt, bytes):

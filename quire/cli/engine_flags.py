@@ -9,11 +9,12 @@ import typing
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from quire.api import compat, vllm_arguments
-from quire.api.vllm_arguments import POOLER, RENAMED, SPECULATION, VALUES, ForeignArgument
+from quire import vllm_arguments
+from quire.api import compat
 from quire.cli.values import as_log_level, json_object, size, size_or_auto
 from quire.config import EngineConfig
 from quire.errors import ConfigError
+from quire.vllm_arguments import POOLER, RENAMED, SPECULATION, VALUES, ForeignArgument, check_argument
 
 SIZES = {"max_model_len": size_or_auto, "max_num_batched_tokens": size, "kv_cache_memory_bytes": size}
 """Fields that take suffixes: 4K, 2G."""
@@ -108,7 +109,7 @@ class _Foreign(argparse.Action):
 
     def __call__(self, parser: Any, namespace: Any, text: Any, option: str | None = None) -> None:
         try:
-            compat.check_argument(self._argument, self._value(text, option or ""), ConfigError)
+            check_argument(self._argument, self._value(text, option or ""), ConfigError)
         except ConfigError as error:
             raise argparse.ArgumentError(None, f"{option}: {error}") from None
         namespace.without_effect = [*getattr(namespace, "without_effect", []), flag(self.dest)]

@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quire.api import vllm_arguments, vllm_environment
+from quire import vllm_arguments
+from quire.api import vllm_environment
 from quire.cli.engine_flags import (
     add_common,
     add_config_flags,

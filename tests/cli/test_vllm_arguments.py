@@ -12,13 +12,13 @@ import pytest
 
 from quire.api import vllm_environment
 from quire.api.compat import engine_arguments
-from quire.api.vllm_arguments import BATCH, CALL, ENGINE, SERVER, ForeignArgument
 from quire.cli import run_batch, serve
 from quire.cli.engine_flags import flag
 from quire.cli.parser import Parser, UsageError
 from quire.config import EngineConfig
 from quire.errors import ConfigError
 from quire.server.config import ServerConfig
+from quire.vllm_arguments import BATCH, CALL, ENGINE, SERVER, ForeignArgument
 
 NAMES = json.loads((Path(__file__).parents[1] / "data" / "vllm_arguments.json").read_text())
 """vLLM's arguments in its releases 0.6 to 0.33: (name, where, kind of flag, default, last release that has it)."""
