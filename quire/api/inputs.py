@@ -325,7 +325,7 @@ def check_params(params: object, kind: type[AnyParams], name: str, hint: str = "
         raise ValidationError(f"{name} must be {kind.__name__}, got {type(params).__name__}{hint}", name, params)
 
 
-def as_prompts(prompts: PromptType | Sequence[PromptType]) -> list[PromptType]:
+def as_prompts(prompts: PromptType | Sequence[PromptType] | None) -> list[PromptType]:
     """One prompt or many, as a list: a string, a dict, or a list of token ids is one."""
     if isinstance(prompts, (str, dict)):
         return [prompts]

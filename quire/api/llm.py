@@ -80,10 +80,10 @@ class LLM:
         """Complete one prompt or many; outputs are in the prompts' order. `priority` and `tenant`: one for all, or one
         each. `prompt_token_ids`: prompts as token ids, as older scripts give them."""
         check_call(vllm_arguments, "generate")
-        if (prompts is None) == (prompt_token_ids is None):
-            raise ValidationError("give either prompts or prompt_token_ids", "prompts", prompts)
-        prompts = prompt_token_ids if prompts is None else prompts
-        assert prompts is not None
+        if prompt_token_ids is not None:
+            if prompts is not None:
+                raise ValidationError("give either prompts or prompt_token_ids", "prompts", prompts)
+            prompts = prompt_token_ids
         ids = self._submit(prompts, sampling_params, priority, RequestOutputKind.FINAL_ONLY, tenant)
         return self._gather(ids, RequestOutput, use_tqdm)
 
@@ -363,7 +363,7 @@ class LLM:
 
     def _submit(
         self,
-        prompts: PromptType | Sequence[PromptType],
+        prompts: PromptType | Sequence[PromptType] | None,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         priority: int | Sequence[int] | None,
         kind: RequestOutputKind | None,

@@ -182,9 +182,10 @@ def test_prompts_as_token_ids_in_the_older_form(llm: LLM) -> None:
     found = llm.generate(prompt_token_ids=[[5, 6], [7]], sampling_params=GREEDY, use_tqdm=False)
     assert [output.outputs[0].token_ids for output in found] == expected
     assert llm.generate(prompt_token_ids=[7], sampling_params=GREEDY, use_tqdm=False)[0].prompt_token_ids == [7]
-    for both in ({}, {"prompts": "abc", "prompt_token_ids": [5]}):
-        with pytest.raises(ValueError, match="either prompts or prompt_token_ids"):
-            llm.generate(**both)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="either prompts or prompt_token_ids"):
+        llm.generate("abc", prompt_token_ids=[5])
+    with pytest.raises(ValueError, match="NoneType"):
+        llm.generate()
 
 
 @pytest.mark.parametrize("name", list(PROMPT))

@@ -12,7 +12,7 @@ import pytest
 
 from quire.api import vllm_environment
 from quire.api.compat import engine_arguments
-from quire.cli import run_batch, serve
+from quire.cli import run_batch, serve, vllm_page
 from quire.cli.engine_flags import flag
 from quire.cli.parser import Parser, UsageError
 from quire.config import EngineConfig
@@ -256,3 +256,19 @@ def test_a_configuration_file_of_vllm(tmp_path):
     (tmp_path / "vllm.yaml").write_text("enable-lora: true\n")
     with pytest.raises(UsageError, match="--enable-lora.*adapters"):
         serve.with_file(parse(), tmp_path / "vllm.yaml")
+
+
+# The page
+
+
+def test_the_page_for_those_who_move_is_up_to_date():
+    assert (Path(__file__).parents[2] / "docs/from-vllm.md").read_text() == vllm_page.page(), "run `make docs`"
+
+
+def test_the_page_has_every_argument_and_variable():
+    page = vllm_page.page()
+    for name, where, *_ in NAMES:
+        if name in ENGINE or name in SERVER or name in BATCH:
+            assert f"`--{name.replace('_', '-')}`" in page or f"`{name}`" in page, name
+    for name in (*vllm_environment.VARIABLES, *CALL):
+        assert f"`{name}`" in page
