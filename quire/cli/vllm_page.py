@@ -31,8 +31,8 @@ TOP = """\
 # Moving from vLLM
 
 Take the command line, the environment and the scripts of a vLLM deployment as they are: `vllm serve` becomes
-`quire serve`, `vllm run-batch` becomes `quire run-batch`, `from vllm import` becomes `from quire import`. What quire has
-under the same name does the same. What it lacks is accepted where that changes nothing, translated where quire has it
+`quire serve`, `vllm run-batch` becomes `quire run-batch`, `from vllm import` becomes `from quire import`. What quire
+has under the same name does the same. What it lacks is accepted where that changes nothing, translated where quire has it
 under another name, and refused by name where it would matter, with what to use instead; it is never passed over in
 silence. Names are those of vLLM's releases 0.6 to 0.33.
 
@@ -52,8 +52,8 @@ What differs without a flag:
 ## Flags
 
 All forms of vLLM's flags are read: `_` for `-`, `--flag=false`, `--flag False`, `--no-flag`, `--disable-x` for
-`--no-enable-x`, short flags (`-tp`, `-q`, `-sc`, `-O3`, `-cc`), sizes (`4k`, `4K`), JSON objects or their keys one by one
-(`--compilation-config.mode 3`, `-sc.method ngram`, `--hf-overrides.a.b 1`, `--x.list+ item`), JSON lists
+`--no-enable-x`, short flags (`-tp`, `-q`, `-sc`, `-O3`, `-cc`), sizes (`4k`, `4K`), JSON objects or their keys one by
+one (`--compilation-config.mode 3`, `-sc.method ngram`, `--hf-overrides.a.b 1`, `--x.list+ item`), JSON lists
 (`--allowed-origins '["*"]'`), and `--config file.yaml`. A log line at the start names the flags that had no effect.
 """
 TRANSLATED = """
@@ -73,7 +73,7 @@ Keywords of `LLM(...)` are the same names with `_`. An empty or missing value is
 IGNORED = """
 ### Accepted with any value, without effect
 
-They choose kernels, graphs, caches and workers that quire chooses itself, or concern logs, or features that quire lacks:
+They choose kernels, graphs, caches and workers that quire chooses itself, or concern logs, or features that it lacks:
 
 """
 ENVIRONMENT = """
@@ -84,8 +84,8 @@ ENVIRONMENT = """
 """
 OTHERS = """
 Any other variable that begins with `VLLM_` is ignored, and a log line at the start names it: such variables concern
-speed, logs and builds. (Kubernetes sets some by itself if a service is called `vllm`.) Command line and keywords override
-variables. `HF_TOKEN`, `HF_HOME`, `CUDA_VISIBLE_DEVICES` and the like mean what they mean everywhere.
+speed, logs and builds. (Kubernetes sets some by itself if a service is called `vllm`.) Command line and keywords
+override variables. `HF_TOKEN`, `HF_HOME`, `CUDA_VISIBLE_DEVICES` and the like mean what they mean everywhere.
 """
 PYTHON = """
 ## Python
@@ -110,8 +110,8 @@ BATCHES = """
 `quire run-batch -i in.jsonl -o out.jsonl` reads and writes vLLM's lines. Results are in the order of the requests. A
 request that fails has its status in `response.status_code`, null as `response.body`, and the error in `error`; the exit
 code is still 0. It is 1 if a line is no request, and the other lines are run. Files are files: `http://` addresses are
-refused by name. `--max-inflight` is `--max-concurrency`. Unlike vLLM, running the same command again continues an output
-file (`--overwrite` begins anew).
+refused by name. `--max-inflight` is `--max-concurrency`. Unlike vLLM, running the same command again continues an
+output file (`--overwrite` begins anew).
 """
 
 
