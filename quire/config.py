@@ -128,6 +128,12 @@ class EngineConfig:
         "its wait is longer), least_loaded, or a dotted path",
         "device",
     )
+    max_engine_restarts: int = option(
+        5,
+        "How often in a row, without a token in between, an engine that died is replaced by a new one, where its "
+        "requests go on, before they fail; 0: they fail at once",
+        "device",
+    )
     distributed_executor_backend: str | None = option(
         None,
         "How ranks run: uni (in the engine's own process), mp (one process per rank, on this machine), ray (one actor "
@@ -203,6 +209,24 @@ class EngineConfig:
         True,
         "Tenants share no cached prefixes, so that latency reveals nothing about the prompts of others. Over HTTP the "
         "tenant is the API key, or the X-Tenant header without keys",
+        "memory",
+    )
+    max_tenant_sessions: int | None = option(
+        None,
+        "Most sessions of one tenant; more are refused (429). 0: no limit; unset: 10000 for AsyncLLM and the server, "
+        "no limit for LLM. Several engines have equal shares of this and of the next two",
+        "memory",
+    )
+    max_tenant_session_tokens: int | None = option(
+        None,
+        "Most tokens of one tenant's sessions together, a fork counted in full. 0: no limit; unset: 134217728 for "
+        "AsyncLLM and the server, no limit for LLM",
+        "memory",
+    )
+    max_tenant_session_bytes: int | None = option(
+        None,
+        "Most bytes of one tenant's sessions in the session log, with metadata and a fork counted in full. 0: no "
+        "limit; unset: 1073741824 for AsyncLLM and the server, no limit for LLM",
         "memory",
     )
     session_idle_seconds: float | None = option(

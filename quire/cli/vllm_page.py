@@ -30,9 +30,9 @@ TOP = """\
 
 # Moving from vLLM
 
-Take the command line, the environment and the scripts of a vLLM deployment as they are: `vllm serve` becomes
-`quire serve`, `vllm run-batch` becomes `quire run-batch`, `from vllm import` becomes `from quire import`. What quire
-has under the same name does the same. What it lacks is accepted where that changes nothing, translated where quire has it
+Take the command line, the environment and the scripts of a vLLM deployment as they are: `vllm serve` becomes `quire
+serve`, `vllm run-batch` becomes `quire run-batch`, `from vllm import` becomes `from quire import`. What quire has
+under the same name does the same. What it lacks is accepted where that changes nothing, translated where quire has it
 under another name, and refused by name where it would matter, with what to use instead; it is never passed over in
 silence. Names are those of vLLM's releases 0.6 to 0.33.
 

@@ -139,6 +139,9 @@ ENGINE_METRICS = (
     _counter("step_budget_raised", "Times steps were made larger again", is_ours=True),
     _counter("memory_trims", "Times unused heap and idle grammars were given back", is_ours=True),
     _gauge("sessions", "Sessions that exist", is_ours=True),
+    _gauge("session_tokens", "Tokens of all sessions, those of forks counted in full", is_ours=True),
+    _gauge("session_bytes", "Bytes of all sessions in the session log, forks counted in full", is_ours=True),
+    _counter("sessions_refused", "Operations refused because a tenant's sessions use all they may", is_ours=True),
     _gauge("sessions_on_device", "Sessions with a running turn or with blocks on the device", is_ours=True),
     _counter("sessions_slept", "Times a session was suspended from the device", is_ours=True),
     _counter("sessions_dropped", "Times a session lost its device blocks because blocks ran out", is_ours=True),
@@ -236,8 +239,17 @@ ROUTER_METRICS = (
 SERVER_METRICS = (
     _gauge("cache_config_info", "1; the labels describe the KV cache"),
     _gauge("engine_up", "Whether the engine accepts requests: 1 or 0", is_ours=True),
-    _counter("engine_restarts", "Engine restarts after a crash", is_ours=True),
+    _counter("engine_restarts", "Engine restarts after a crash; reloads do not count", is_ours=True),
+    _counter(
+        "requests_resumed", "Requests that went on at another engine after theirs died or was replaced", is_ours=True
+    ),
     _counter("requests_rejected", "Requests answered with 429, by the limit they reached", "reason", is_ours=True),
+    _counter(
+        "request_fields_ignored",
+        "Requests with a field that had no effect, by its name; names beyond the first 64 count as other",
+        "field",
+        is_ours=True,
+    ),
     _counter("tool_call_parser_invocations", "Answers parsed for tool calls", "mode", "outcome", "request_type"),
     _counter("http_responses", "HTTP responses by exact status", "handler", "method", "status", is_ours=True),
     _counter("http_requests", "HTTP responses by class of status", "handler", "method", "status", is_bare=True),

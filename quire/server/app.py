@@ -55,7 +55,7 @@ def make_app(context: ServerContext) -> ASGIApp:
             allow_methods=list(context.config.allowed_methods),
             allow_headers=list(context.config.allowed_headers),
             allow_credentials=context.config.allow_credentials,
-            expose_headers=["X-Request-Id", "Retry-After"],
+            expose_headers=["X-Request-Id", "Retry-After", "X-Quire-Ignored"],
         )
     for made in find_middleware(context.config):
         app = made(app) if isinstance(made, type) else BaseHTTPMiddleware(app, dispatch=made)

@@ -84,6 +84,9 @@ class ServerConfig:
     exclude_tools_when_tool_choice_none: bool = option(
         False, "Leave tools out of the prompt if tool_choice is none", "answers"
     )
+    strict_fields: bool = option(
+        False, "Refuse unknown fields of requests with a 400, instead of naming them in X-Quire-Ignored", "answers"
+    )
     trust_request_chat_template: bool = option(False, "Accept chat templates in requests", "answers")
     default_chat_template_kwargs: Mapping[str, Any] | None = option(
         None, "Default variables of the chat template, which requests can override (JSON)", "answers"
@@ -140,6 +143,12 @@ class ServerConfig:
         360.0, "Seconds without a completed step, while there is work, after which the engine is restarted; 0: never",
         "limits",
     )  # fmt: skip
+    reload_timeout: float = option(
+        30.0,
+        "Seconds that running requests have to finish at an engine that is replaced on SIGHUP or by /admin/reload; "
+        "then they go on at another, or at the new one",
+        "limits",
+    )
     shutdown_timeout: float = option(
         30.0, "Seconds that running requests have to finish after SIGTERM or Ctrl-C; a second signal stops at once",
         "limits",
@@ -187,7 +196,8 @@ class ServerConfig:
         if self.port > LARGEST_PORT:
             raise ConfigError(f"port is at most {LARGEST_PORT}, got {self.port}", "port", self.port)
         for name in (
-            "request_timeout", "stall_timeout", "shutdown_timeout", "engine_stall_seconds", "engine_hang_timeout",
+            "request_timeout", "stall_timeout", "shutdown_timeout", "reload_timeout", "engine_stall_seconds",
+            "engine_hang_timeout",
         ):  # fmt: skip
             value = getattr(self, name)
             if value is None:

@@ -75,10 +75,11 @@ async def run(
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, http.on_signal)
+    loop.add_signal_handler(signal.SIGHUP, lambda: None if context.is_draining else context.reload())
     try:
         await http.serve_on(sock, lambda: on_ready(context, url) if on_ready is not None else None)
     finally:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             loop.remove_signal_handler(number)
         await context.stop()
         if http.force_exit:

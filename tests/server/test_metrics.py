@@ -38,6 +38,7 @@ class FakeEngine:
 
     metrics: list[Metric] = field(default_factory=list)
     token_times: TokenTimes = field(default_factory=TokenTimes)
+    num_resumed: int = 0
     errored: bool = False
     delay: float = 0.0
     questions: int = 0
