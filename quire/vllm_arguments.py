@@ -273,7 +273,7 @@ SERVER = _table(
     _any("enable_tokenizer_info_endpoint cohere_is_reasoning_model trust_request_mm_kwargs", "switch"),
     _any("enable_flash_late_interaction use_gpu_for_pooling_score", "switch"),
     _any("h11_max_incomplete_event_size h11_max_header_count uvicorn_log_level disable_access_log_for_endpoints"),
-    _any("max_log_len cohere_format anthropic_disabled_thinking_effort data_parallel_supervisor_port"),
+    _any("cohere_format anthropic_disabled_thinking_effort data_parallel_supervisor_port"),
     _any("dp_supervisor_probe_interval_s dp_supervisor_probe_timeout_s dp_supervisor_probe_failure_threshold"),
     _off("enable_log_outputs", "quire logs no answers"),
     _off("return_tokens_as_token_ids", "requests have return_tokens_as_token_ids"),

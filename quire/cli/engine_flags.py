@@ -18,6 +18,7 @@ from quire.vllm_arguments import POOLER, RENAMED, SPECULATION, VALUES, ForeignAr
 
 SIZES = {"max_model_len": size_or_auto, "max_num_batched_tokens": size, "kv_cache_memory_bytes": size}
 """Fields that take suffixes: 4K, 2G."""
+LOG_LEVELS = ("debug", "info", "warning", "error")
 SHORT = {
     "tensor_parallel_size": "-tp",
     "pipeline_parallel_size": "-pp",
@@ -82,7 +83,7 @@ def add_foreign_flags(parser: argparse.ArgumentParser, table: Mapping[str, Forei
     """vLLM's flags that quire lacks: hidden; accepted with a value that has no effect, otherwise refused by name."""
     known = parser._option_string_actions
     for name, argument in table.items():
-        if flag(name) in known:  # the command has one of this name
+        if flag(name) in known or name == "disable_log_requests":  # the command has it, or its opposite
             continue
         names = [flag(name)]
         if argument.kind == "switch":
@@ -188,7 +189,7 @@ def add_common(parser: argparse.ArgumentParser, log_level: str = "warning", alwa
     group.add_argument(
         "--log-level",
         type=as_log_level,
-        choices=("debug", "info", "warning", "error"),
+        choices=LOG_LEVELS,
         default=log_level if always_set else argparse.SUPPRESS,
         help=f"log level on stderr; debug logs every step (default: {log_level})",
     )

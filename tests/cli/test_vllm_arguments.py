@@ -243,6 +243,21 @@ def test_limits_and_logs_under_vllms_names():
     assert configurations("--no-disable-uvicorn-access-log")[1].access_log
 
 
+@pytest.mark.parametrize(
+    "arguments, is_on",
+    [
+        (["--disable-log-requests"], False),
+        (["--enable-log-requests", "--disable-log-requests"], False),
+        (["--disable-log-requests=false"], True),
+        (["--no-disable-log-requests"], True),
+        (["--disable-log-requests", "--enable-log-requests"], True),
+    ],
+    ids=str,
+)
+def test_whether_prompts_are_logged_is_what_the_last_flag_says(arguments, is_on):
+    assert configurations(*arguments)[1].enable_log_requests == is_on
+
+
 def test_a_configuration_file_of_vllm(tmp_path):
     (tmp_path / "vllm.yaml").write_text(
         "model: a-model\nhost: 0.0.0.0\nport: 6379\nuvicorn-log-level: info\nenable_lora: false\n"
