@@ -103,13 +103,3 @@ def _refuse_unknown(arguments: Mapping[str, Any]) -> None:
             close = difflib.get_close_matches(name, _FIELDS, n=1)
             hint = f"did you mean {close[0]}?" if close else "docs/configuration.md lists them all"
             raise UnknownSettingError(f"there is no setting {name!r} (given {value!r}); {hint}", name, value)
-
-
-class EngineArgs(EngineConfig):
-    """vLLM's name for `EngineConfig`. Also accepts vLLM's arguments that change nothing, as `LLM` does."""
-
-    def __init__(self, model: str | os.PathLike[str] = EngineConfig.model, **settings: Any) -> None:
-        super().__init__(model=os.fspath(model), **engine_arguments(settings))
-
-
-AsyncEngineArgs = EngineArgs

@@ -255,7 +255,7 @@ class InputProcessor:
         longest = self._info.max_model_len
         if len(tokens) >= longest:
             raise ValidationError(
-                f"the prompt has {len(tokens)} tokens; the maximum context length is {longest} tokens, with one that is "
+                f"the prompt has {len(tokens)} tokens; the maximum context length is {longest} tokens with one that is "
                 f"generated (max_model_len {longest}). Shorten it, or set truncate_prompt_tokens",
                 "prompt",
                 len(tokens),

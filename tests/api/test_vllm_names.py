@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 from importlib import import_module
 from pathlib import Path
@@ -18,6 +19,7 @@ from quire import (
     AsyncLLMEngine,
     BeamSearchParams,
     EngineArgs,
+    FlexibleArgumentParser,
     LLMEngine,
     PoolingParams,
     RequestOutput,
@@ -65,6 +67,23 @@ def test_engines_from_engine_args(tiny_model: Path) -> None:
     assert outputs[-1].outputs[0].text == expected
     with pytest.raises(TypeError, match="frobnicate"):
         EngineArgs(frobnicate=1)
+
+
+def test_a_scripts_command_line_sets_an_engine(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+    parser.add_argument("--temperature", type=float, default=0.5)
+    given = ["--model", "a-model", "--max_model_len", "4k", "-O3", "--enforce-eager=true", "--hf-overrides.a", "1"]
+    monkeypatch.setattr("sys.argv", ["script.py", *given])
+    args = parser.parse_args()
+    assert args.temperature == 0.5
+    settings = {name: value for name, value in vars(args).items() if name != "temperature"}
+    assert settings == {"model": "a-model", "max_model_len": 4000, "enforce_eager": True, "hf_overrides": {"a": 1}}
+    assert EngineArgs.from_cli_args(args) == EngineArgs(**settings)
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--enable-lora"])
+    assert "adapters" in capsys.readouterr().err
+    plain = EngineArgs.add_cli_args(argparse.ArgumentParser())
+    assert EngineArgs.from_cli_args(plain.parse_args(["--seed", "3"])).seed == 3
 
 
 def test_an_async_engine_from_engine_args(tiny_model: Path) -> None:
