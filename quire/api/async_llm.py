@@ -13,7 +13,7 @@ from typing import Any
 
 from quire.api.async_sessions import AsyncSessions, SessionTurn, Turn
 from quire.api.chat import ChatRenderer
-from quire.api.compat import check_call, engine_arguments
+from quire.api.compat import check_call, engine_arguments, no_such_method
 from quire.api.engine_group import EngineGroup
 from quire.api.inputs import AnyParams, InputProcessor, PromptType, check_params
 from quire.api.output_stream import OutputStream
@@ -417,6 +417,9 @@ class AsyncLLM:
             self._group.shut()
             self._group.stop()
             self.work.close(WORK_SECONDS)
+
+    def __getattr__(self, name: str) -> Any:
+        raise no_such_method(self, name)
 
     async def __aenter__(self) -> AsyncLLM:
         return self

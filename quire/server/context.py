@@ -95,7 +95,7 @@ class ServerContext:
         http: list[HttpListener] = [self.metrics, *([AccessLog()] if config.access_log else [])]
         self.observer = Observer(
             self.metrics,
-            *([RequestLog()] if config.enable_log_requests else []),
+            *([RequestLog(config.max_log_len)] if config.enable_log_requests else []),
             http=http if self._traces is None else [*http, self._traces],
         )
         generation = read_generation_config(info.files, llm.config)

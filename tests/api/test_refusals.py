@@ -51,7 +51,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=4)
         ({"prompt": None}, "NoneType"),
         ({}, "NoneType"),
         ({"text": "a"}, "text"),
-        ({"prompt": "a", "multi_modal_data": {}}, "multi_modal_data"),
+        ({"prompt": "a", "multi_modal_data": {"image": 1}}, "multi_modal_data"),
         ([["a"]], "'a'"),
         ([5.5], "float"),
         ([None], "NoneType"),
