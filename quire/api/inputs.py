@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Protocol, TypedDict, TypeVar, Union
 
+from quire.api.fill_in_middle import FillInMiddle
 from quire.api.pooling import PoolingInputs
 from quire.api.text_encoding import TextEncoder, encode_text
 from quire.config import EngineConfig
@@ -33,6 +34,8 @@ class TextPrompt(TypedDict, total=False):
     """A prompt as text."""
 
     prompt: str
+    suffix: str
+    """Text after what is generated, for models that can fill in the middle."""
     cache_salt: str
 
 
@@ -41,11 +44,12 @@ class TokensPrompt(TypedDict, total=False):
 
     prompt_token_ids: list[int]
     prompt: str
+    suffix: str
     cache_salt: str
 
 
 PromptType = Union[str, Sequence[int], TextPrompt, TokensPrompt]
-_PROMPT_FIELDS = {"prompt", "prompt_token_ids", "cache_salt"}
+_PROMPT_FIELDS = {"prompt", "prompt_token_ids", "suffix", "cache_salt"}
 
 
 class InputInfo(Protocol):
@@ -78,6 +82,7 @@ class InputProcessor:
         self.tokenizer = tokenizer
         self.texts = None if tokenizer is None else TextEncoder(tokenizer, info.max_model_len)
         """For texts of strangers, which may be of any length; None without a tokenizer."""
+        self.fill_in_middle = FillInMiddle(tokenizer, config.model)
         self._info = info
         self._generation_config = generation_config
         self._max_logprobs = info.model.vocab_size if config.max_logprobs < 0 else config.max_logprobs
@@ -103,13 +108,15 @@ class InputProcessor:
             search = params.clone()
             request, text = self.make(request_id, prompt, _beam_params(search), arrival, priority, tenant)
             return _as_beam_search(request, search, self._info.model.vocab_size), text
-        text, tokens, salt = self._read_prompt(prompt)
+        text, tokens, salt, suffix = self._read_prompt(prompt)
         if not isinstance(tenant, str):
             raise ValidationError(f"a tenant is a string, got {tenant!r}", "tenant", tenant)
         if not isinstance(priority, int) or priority.bit_length() > 63:
             raise ValidationError(f"a priority is an integer of 64 bits, got {priority!r}", "priority", priority)
         salt = self.salt_of(tenant, salt)
         if isinstance(params, PoolingParams):
+            if suffix:
+                raise ValidationError("suffix is for generation: pooling reads one text", "suffix")
             pooled = self._pooling.make(request_id, tokens, params, salt)
             self.check_vocabulary(pooled.prompt)
             pooled.keys = self._keys_of(pooled.prompt, salt)
@@ -117,7 +124,12 @@ class InputProcessor:
             return pooled, text
         self._check_params(params)
         params = params.clone()  # checks again: its fields may have been changed since
-        tokens = self._truncate(tokens, params)
+        keep = self._kept_tokens(params)
+        if suffix:
+            tokens = self.fill_in_middle.prompt(tokens, suffix, lambda text: self.encode(text, False), keep)
+            end_at(params, self.fill_in_middle.ends)
+        elif keep is not None:
+            tokens = tokens[-keep:]
         self._check_tokens(tokens)
         request = NewRequest(
             id=request_id,
@@ -157,9 +169,9 @@ class InputProcessor:
             ids.append(self.tokenizer.eos_token_id)
         return list(dict.fromkeys(ids))
 
-    def _read_prompt(self, prompt: PromptType) -> tuple[str | None, list[int], str]:
-        """The prompt's text (None if only token ids were given), its token ids, and its cache salt."""
-        salt, text = "", None
+    def _read_prompt(self, prompt: PromptType) -> tuple[str | None, list[int], str, str]:
+        """The prompt's text (None if only token ids were given), its token ids, its cache salt, and its suffix."""
+        salt, text, suffix = "", None, ""
         if isinstance(prompt, Mapping):
             fields: Mapping[str, Any] = prompt
             unknown = set(prompt) - _PROMPT_FIELDS
@@ -169,11 +181,14 @@ class InputProcessor:
                 )
             salt = str(fields.get("cache_salt") or "")
             text = fields.get("prompt")
+            suffix = fields.get("suffix") or ""
+            if not isinstance(suffix, str):
+                raise ValidationError(f"a suffix is text, got {type(suffix).__name__}", "suffix")
             prompt = fields.get("prompt_token_ids", text)
         if isinstance(prompt, str):
-            return prompt, self.encode(prompt), salt
+            return prompt, self.encode(prompt, add_special_tokens=not suffix), salt, suffix
         if isinstance(prompt, Sequence) and not isinstance(prompt, bytes):
-            return text, self.token_ids(prompt), salt
+            return text, self.token_ids(prompt), salt, suffix
         raise ValidationError(
             f"a prompt is text, token ids, or a dict of them; got {type(prompt).__name__}", "prompt", prompt
         )
@@ -223,12 +238,10 @@ class InputProcessor:
             return self.encode(text)
         return self.texts.encode(text, "prompt", add_special_tokens)
 
-    def _truncate(self, tokens: list[int], params: SamplingParams) -> list[int]:
-        """The last `truncate_prompt_tokens` tokens, if that is set."""
+    def _kept_tokens(self, params: SamplingParams) -> int | None:
+        """How many tokens of a prompt are kept, if it is truncated."""
         keep = params.truncate_prompt_tokens
-        if keep is None:
-            return tokens
-        return tokens[-(self._info.max_model_len - 1 if keep == -1 else keep) :]
+        return self._info.max_model_len - 1 if keep == -1 else keep
 
     def check_vocabulary(self, tokens: list[int]) -> None:
         """Raise unless there is at least one token, and all are in the vocabulary."""
@@ -305,6 +318,12 @@ class InputProcessor:
                 "bad_words",
                 longest,
             )
+
+
+def end_at(params: SamplingParams, tokens: list[int]) -> None:
+    """End an output at these tokens, too, as at the model's own end."""
+    if not params.ignore_eos:
+        params.stop_token_ids = list(dict.fromkeys([*(params.stop_token_ids or []), *tokens])) or None
 
 
 def tenant_salt(tenant: str, salt: str) -> str:

@@ -36,7 +36,6 @@ HINTS: Mapping[str, str] = {
     "logits_processors": "they are configured with --logits-processors, and read vllm_xargs",
     "functions": "use tools",
     "function_call": "use tool_choice",
-    "suffix": "the model completes only at the end",
     "audio": "answers are text",
     "modalities": "answers are text",
     "prediction": "leave it out",
