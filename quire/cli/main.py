@@ -18,6 +18,8 @@ COMMANDS = {
     "generate": "complete prompts",
     "run-batch": "run a file of requests in OpenAI's batch format",
     "bench": "measure throughput, latency or KV cache waste, or load-test a server",
+    "simulate": "predict throughput and latency of a load on a fleet, without a device",
+    "calibrate": "measure how long steps take on this device, for simulate",
     "pull": "download a model and print where it is",
     "inspect": "describe a model and the memory it needs, or show the memory of a server",
     "quantize": "write a model's checkpoint in few bits",

@@ -67,13 +67,18 @@ class EngineCore:
         """File descriptors that wake a `step` which only waits for a grammar or the disk."""
         self._executor = executor
         self._lockstep = executor.lockstep or NoLockstep()
-        self._depth = pipeline_depth
+        self.pipeline_depth = pipeline_depth
+        """Steps in flight beside the one that is collected."""
         self._launched: deque[tuple[StepPlan, Any]] = deque()
         self._info = InfoLine(scheduler, is_on=log_stats)
         self._watchdog = Watchdog(step_timeout, self._abandon)
         self._alive = True
         self._death = ""
         """Why the engine is dead; empty while it is alive."""
+
+    def wrap_executor(self, wrap: Callable[[Executor], Executor]) -> None:
+        """Put a layer between the loop and its executor, to watch steps. Only before the first step."""
+        self._executor = wrap(self._executor)
 
     # Requests
 
@@ -139,7 +144,12 @@ class EngineCore:
 
     def begin(self) -> None:
         """Launch a step if none is in flight, without waiting: the device works while more requests are added."""
-        if self._depth and not self._launched and not self._death and (plan := self.scheduler.schedule()) is not None:
+        if (
+            self.pipeline_depth
+            and not self._launched
+            and not self._death
+            and (plan := self.scheduler.schedule()) is not None
+        ):
             self._launch(plan)
 
     def step(self) -> StepOutputs:
@@ -156,7 +166,7 @@ class EngineCore:
             self._launch(plan)
         elif not self._join_round() and not self._launched:
             self._wait()
-        if self._launched and (plan is None or len(self._launched) > self._depth):
+        if self._launched and (plan is None or len(self._launched) > self.pipeline_depth):
             self._collect()
         self._info.tick()
         return self.scheduler.take_outputs()
