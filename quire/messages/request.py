@@ -61,6 +61,8 @@ class NewRequest(msgspec.Struct):
     """Set: the request is a beam search. `params` then says what its rows report; the search decides when it ends."""
     session: str = ""
     """The session this request is a turn of: the session keeps what the request computes."""
+    prediction: list[int] = []
+    """What the client expects as the output: drafts, where there are any."""
 
     @property
     def num_sequences(self) -> int:

@@ -31,6 +31,7 @@ from quire.server.generation import GenerationJob, SessionTurn, UsageCounter, ad
 from quire.server.http import Exchange
 from quire.server.protocol.chat import ChatRequest, NamedTool
 from quire.server.protocol.sampling import beam_search_params, sampling_params
+from quire.speculative.prediction import MAX_PREDICTED_TOKENS, PredictedText
 
 
 @dataclass(slots=True)
@@ -178,13 +179,17 @@ def prepare(
         params.output_kind = RequestOutputKind.DELTA  # to find the token at which reasoning ends
     keeps_reasoning = request.include_reasoning is not False
     turn = requested_session(exchange, request, search) if session is None else session.turn
+    prediction = _prediction(context, request)
+    counter = UsageCounter()
+    counter.predictions = [PredictedText(prediction) for _ in readers if prediction]
     return ChatGeneration(
         context=context,
         exchange=exchange,
-        job=GenerationJob(tokens, params, text, request.priority or 0, request.cache_salt, search, turn),
+        job=GenerationJob(tokens, params, text, request.priority or 0, request.cache_salt, search, turn, prediction),
         choices=[GeneratedChoice(reader, plan, keeps_reasoning) for reader in readers],
         splits_reasoning=split is not None,
         is_streamed=bool(request.stream),
+        counter=counter,
     )
 
 
@@ -266,6 +271,15 @@ def template_kwargs(context: ServerContext, request: ChatRequest) -> dict[str, A
         if request.reasoning_effort == "none":
             given["enable_thinking"] = False
     return {**(context.config.default_chat_template_kwargs or {}), **given, **(request.chat_template_kwargs or {})}
+
+
+def _prediction(context: ServerContext, request: ChatRequest) -> list[int]:
+    """The tokens of the answer that the client expects; none if there are no drafts to make of them."""
+    text = "" if request.prediction is None else request.prediction.text
+    if not text or context.llm.config.speculative_config is None or request.use_beam_search:
+        return []
+    most = min(MAX_PREDICTED_TOKENS, context.max_model_len)
+    return context.texts.encode_start(text, most, "prediction", add_special_tokens=False)[:most]
 
 
 def _logprobs(context: ServerContext, request: ChatRequest) -> int | None:

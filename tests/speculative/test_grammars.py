@@ -412,6 +412,19 @@ def test_a_dead_end_behind_a_draft_ends_the_request_as_without_drafts(engines: E
     assert_idle(llm)
 
 
+def test_predictions_of_structured_outputs(engines: Engines) -> None:
+    """What a client expects, right, with something before it, and without its beginning."""
+    form = params(Constraint(regex="[a-z]{30}!"), max_tokens=60)
+    (expected,) = engines(pipeline_depth=0).generate([PROMPT], form, use_tqdm=False)
+    llm = engines(speculative_config={"method": "grammar"}, pipeline_depth=0)
+    right = list(expected.outputs[0].token_ids)
+    for prediction, least in ((right, 20), ([95, 97, *right], 12), (right[5:], 10), ([95, 97], 0)):
+        tally = Tally(llm)
+        prompt: Any = {"prompt_token_ids": PROMPT, "prediction": prediction}
+        assert results(llm.generate([prompt], form, use_tqdm=False)) == results([expected])
+        assert tally.accepted >= least
+
+
 def test_a_text_without_a_choice_takes_few_steps(engines: Engines) -> None:
     """A letter with the prompt, then seven drafts and the letter after them in each step, then the end."""
     llm = engines(speculative_config={"method": "grammar"}, pipeline_depth=0)

@@ -38,7 +38,6 @@ HINTS: Mapping[str, str] = {
     "function_call": "use tool_choice",
     "audio": "answers are text",
     "modalities": "answers are text",
-    "prediction": "leave it out",
     "web_search_options": "the server does not access the web; give a search tool in tools",
     "store": "nothing is stored; send false or leave it out",
     "thinking_token_budget": "leave it out",
@@ -109,6 +108,10 @@ class PromptTokensDetails(msgspec.Struct):
 
 class CompletionTokensDetails(msgspec.Struct):
     reasoning_tokens: int
+    accepted_prediction_tokens: int | msgspec.UnsetType = msgspec.UNSET
+    """Tokens of the request's prediction that the answer has, if the prediction is used for drafts…"""
+    rejected_prediction_tokens: int | msgspec.UnsetType = msgspec.UNSET
+    """…and those that it does not have."""
 
 
 class RequestTimings(msgspec.Struct):
