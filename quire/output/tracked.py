@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -152,6 +153,17 @@ class TrackedRequest:
         self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None
         if request.params.prompt_logprobs is not None:
             self.prompt_logprobs = [None] * len(request.prompt)
+
+    def continued(self) -> NewRequest:
+        """The request with the tokens it has, for an engine that goes on from there."""
+        request = self.request
+        drawn = [None if one.finish_reason is not None else list(one.tokens) for one in self.sequences]
+        if not any(tokens is None or tokens for tokens in drawn):
+            return msgspec.structs.replace(request, drawn=[[]]) if request.session else request
+        if request.params.prompt_logprobs is None:
+            return msgspec.structs.replace(request, drawn=drawn)
+        params = msgspec.structs.replace(request.params, prompt_logprobs=None)  # they came before the first token
+        return msgspec.structs.replace(request, drawn=drawn, params=params, reads_cache=True)
 
     def _take_prompt_logprobs(self, once: bool) -> list[dict[int, Logprob] | None] | None:
         """The prompt's logprobs so far; with `once`, only at the first call."""

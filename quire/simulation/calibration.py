@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from quire.executor.base import Executor
 from quire.messages.plan import StepMasks, StepPlan, StepResult
-from quire.simulation.costs import CostModel, StepShape, fit
-from quire.simulation.device import StepShapes
+from quire.simulation.costs import CostModel, StepWork, fit
+from quire.simulation.device import StepWorkTracker
 
 if TYPE_CHECKING:
     from quire.api.llm import LLM
@@ -30,12 +30,12 @@ class StepTimer:
 
     def __init__(self, executor: Executor, max_rows: int, clock: Callable[[], float] = time.perf_counter) -> None:
         self._executor = executor
-        self._shapes = StepShapes(max_rows)
+        self._shapes = StepWorkTracker(max_rows)
         self._clock = clock
         self._collected = float("-inf")
         self._in_flight = 0
         self._was_idle = True
-        self.steps: list[tuple[StepShape, float]] = []
+        self.steps: list[tuple[StepWork, float]] = []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._executor, name)
@@ -78,7 +78,7 @@ def calibrate(
 
     llm.llm_engine.core.wrap_executor(wrap)
     timer = timers[0]
-    shapes: list[StepShape] = []
+    shapes: list[StepWork] = []
     seconds: list[float] = []
     vocabulary = info.model.vocab_size
     for number, (rows, context) in enumerate(
@@ -125,10 +125,10 @@ def _batches(max_rows: int, max_len: int, cache_tokens: int, tokens: int) -> Ite
         yield rows, context
 
 
-def _typical(steps: list[tuple[StepShape, float]]) -> Iterator[tuple[StepShape, float]]:
+def _typical(steps: list[tuple[StepWork, float]]) -> Iterator[tuple[StepWork, float]]:
     """Decode steps of the same rows as one, of the median time; steps with prompts as they are. The first step of a
     batch may include what is done once, and is left out if others tell as much."""
-    groups: dict[tuple[int, int], list[tuple[StepShape, float]]] = defaultdict(list)
+    groups: dict[tuple[int, int], list[tuple[StepWork, float]]] = defaultdict(list)
     for shape, took in steps:
         groups[shape.decodes, shape.prompt_tokens].append((shape, took))
     for group in groups.values():

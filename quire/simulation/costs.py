@@ -27,7 +27,7 @@ SWEEPS = 20_000
 """Of the fit, over all of its parameters."""
 
 
-class StepShape(msgspec.Struct, frozen=True):
+class StepWork(msgspec.Struct, frozen=True):
     """What a step computes, as far as its time depends on it."""
 
     decodes: int
@@ -70,7 +70,7 @@ class CostModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     watts: float | None = None
     """Mean power while it computes."""
 
-    def seconds(self, shape: StepShape) -> float:
+    def seconds(self, shape: StepWork) -> float:
         """How long such a step takes."""
         if not shape.tokens:
             return 0.0
@@ -130,7 +130,7 @@ def _check(model: CostModel, name: str) -> None:
 # Fitting
 
 
-def fit(model: CostModel, shapes: Sequence[StepShape], seconds: Sequence[float]) -> CostModel:
+def fit(model: CostModel, shapes: Sequence[StepWork], seconds: Sequence[float]) -> CostModel:
     """`model` with the parameters that give the least squared relative error over these steps; none is negative, and
     the line over tokens never falls."""
     if len(shapes) < 4:
@@ -153,7 +153,7 @@ def fit(model: CostModel, shapes: Sequence[StepShape], seconds: Sequence[float])
     return msgspec.structs.replace(fitted, error=float(np.median(errors)))
 
 
-def _features(shape: StepShape, knots: Sequence[int]) -> list[float]:
+def _features(shape: StepWork, knots: Sequence[int]) -> list[float]:
     """What each parameter is multiplied with: increments of the line at the knots, then the other three."""
     place = float(np.interp(shape.tokens, knots, np.arange(len(knots))))
     rises = [min(1.0, max(0.0, place - knot + 1)) for knot in range(len(knots))]

@@ -10,7 +10,7 @@ import numpy as np
 
 from quire.executor.null import NullExecutor
 from quire.messages.plan import StepPlan, StepResult
-from quire.simulation.costs import CostModel, StepShape
+from quire.simulation.costs import CostModel, StepWork
 
 TOKEN = 7
 """Every token that the device draws."""
@@ -26,13 +26,13 @@ class VirtualClock:
         return self.now
 
 
-class StepShapes:
+class StepWorkTracker:
     """The shape of each plan. Follows how many tokens of every row are computed."""
 
     def __init__(self, max_rows: int) -> None:
         self._computed = np.zeros(max_rows, np.int64)
 
-    def of(self, plan: StepPlan) -> StepShape:
+    def of(self, plan: StepPlan) -> StepWork:
         """The shape of the next plan."""
         computed = self._computed
         for fork in plan.branches:
@@ -44,7 +44,7 @@ class StepShapes:
         split = plan.num_decodes
         before, counts = computed[plan.rows], plan.counts.astype(np.int64)
         starts, chunks = before[split:], counts[split:]
-        shape = StepShape(
+        shape = StepWork(
             decodes=split + plan.num_drafts,
             prompt_tokens=len(plan.tokens),
             context=int((before[:split] + counts[:split]).sum()),
@@ -61,7 +61,7 @@ class SimulatedStep:
     """A step on the device: its result, and when it is done."""
 
     result: StepResult
-    shape: StepShape
+    shape: StepWork
     start: float
     end: float
 
@@ -80,7 +80,7 @@ class SimulatedDevice(NullExecutor):
         super().__init__(max_rows)
         self._costs = costs
         self._clock = clock
-        self._shapes = StepShapes(max_rows)
+        self._shapes = StepWorkTracker(max_rows)
         self._on_step = on_step
         self._free_at = -math.inf
         """When the last step submitted is done."""

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from quire.errors import ValidationError
-from quire.simulation.costs import CostModel, StepShape, fit, profile_names, read_profile
+from quire.simulation.costs import CostModel, StepWork, fit, profile_names, read_profile
 
 MODEL = CostModel(
     "test", "by hand", [(1, 1.0), (10, 1.0), (20, 3.0)], context_seconds=0.01, pair_seconds=0.001, prompt_seconds=0.5
@@ -20,14 +20,14 @@ MODEL = CostModel(
 @pytest.mark.parametrize(
     "shape, seconds",
     [
-        (StepShape(1, 0, 0, 0), 1.0),
-        (StepShape(15, 0, 100, 0), 2.0 + 1.0),
-        (StepShape(0, 20, 0, 210), 3.0 + 0.21 + 0.5),
-        (StepShape(5, 25, 10, 0), 5.0 + 0.1 + 0.5),  # beyond the last point as between the last two
-        (StepShape(0, 0, 0, 0), 0.0),
+        (StepWork(1, 0, 0, 0), 1.0),
+        (StepWork(15, 0, 100, 0), 2.0 + 1.0),
+        (StepWork(0, 20, 0, 210), 3.0 + 0.21 + 0.5),
+        (StepWork(5, 25, 10, 0), 5.0 + 0.1 + 0.5),  # beyond the last point as between the last two
+        (StepWork(0, 0, 0, 0), 0.0),
     ],
 )
-def test_seconds_of_a_step(shape: StepShape, seconds: float) -> None:
+def test_seconds_of_a_step(shape: StepWork, seconds: float) -> None:
     assert MODEL.seconds(shape) == pytest.approx(seconds)
 
 
@@ -40,7 +40,7 @@ def test_a_fit_finds_the_model_that_made_the_steps() -> None:
     for _ in range(400):
         decodes, prompt = chance.choice([(1, 0), (8, 0), (64, 0), (64, 448), (0, 512), (0, 2048), (8, 0), (32, 0)])
         context, pairs = decodes * chance.randint(1, 4000), prompt * chance.randint(1, 3000)
-        shapes.append(StepShape(decodes, prompt, context, pairs))
+        shapes.append(StepWork(decodes, prompt, context, pairs))
     found = fit(truth, shapes, [truth.seconds(shape) for shape in shapes])
     assert found.error is not None and found.error < 1e-3
     assert found.context_seconds == pytest.approx(truth.context_seconds, rel=0.02)
@@ -50,7 +50,7 @@ def test_a_fit_finds_the_model_that_made_the_steps() -> None:
 
 
 def test_a_fit_is_never_negative_even_if_longer_contexts_were_faster() -> None:
-    shapes = [StepShape(rows, 0, rows * context, 0) for rows in (1, 4, 16) for context in (10, 1000)]
+    shapes = [StepWork(rows, 0, rows * context, 0) for rows in (1, 4, 16) for context in (10, 1000)]
     seconds = [1.0 - shape.context * 1e-5 for shape in shapes]
     found = fit(MODEL, shapes, seconds)
     assert found.context_seconds == 0 and all(value >= 0 for _, value in found.tokens)

@@ -14,7 +14,7 @@ import pytest
 from quire import LLM, SamplingParams
 from quire.errors import ValidationError
 from quire.messages.plan import StepPlan
-from quire.simulation.costs import CostModel, StepShape
+from quire.simulation.costs import CostModel, StepWork
 from quire.simulation.device import SimulatedStep
 from quire.simulation.fleet import Fleet, FleetOptions
 from quire.simulation.load import Conversation, LoadOptions, OpenConversation, Turn, draw_load
@@ -36,14 +36,14 @@ def single(prompt: int, output: int, at: float = 0.0, **more: Any) -> Conversati
 
 
 def test_a_lone_request_takes_the_sum_of_its_steps() -> None:
-    shapes: list[StepShape] = []
+    shapes: list[StepWork] = []
     fleet = Fleet(FLAT, UNPACED, lambda replica, step: shapes.append(step.shape))
     result = fleet.run([single(100, 4, at=3.0)])
     # 100 prompt tokens in steps of at most 64, then three decodes; each attends to itself and all before it.
     expected = [
-        StepShape(0, 64, 0, 64 * 65 // 2),
-        StepShape(0, 36, 0, 36 * 64 + 36 * 37 // 2),
-        *(StepShape(1, 0, 100 + i, 0) for i in (1, 2, 3)),
+        StepWork(0, 64, 0, 64 * 65 // 2),
+        StepWork(0, 36, 0, 36 * 64 + 36 * 37 // 2),
+        *(StepWork(1, 0, 100 + i, 0) for i in (1, 2, 3)),
     ]
     assert shapes == expected
     seconds = [FLAT.seconds(shape) for shape in expected]
