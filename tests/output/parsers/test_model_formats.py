@@ -370,6 +370,25 @@ def test_no_text_takes_more_than_linear_time(name: str, part: str) -> None:
     assert seconds < 2
 
 
+def test_the_id_of_a_call_of_kimi_is_its_own() -> None:
+    answer = make_tool_parser("kimi_k2").parse(kimi_k2([("f", {}), ("get_weather", {})]))
+    assert [call.id for call in answer.calls] == ["functions.f:0", "functions.get_weather:1"]
+    unnumbered = kimi_k2([("f", {})]).replace("functions.f:0", "f")
+    assert make_tool_parser("kimi_k2").parse(unnumbered).calls[0].id.startswith("call_")
+
+
+@pytest.mark.parametrize("name", ["kimi_k2", "deepseek_v31", "deepseek_v3"])
+def test_a_broken_call_in_a_section_does_not_hide_the_next(name: str) -> None:
+    text = WRITERS[name]([("f", {"count": 1}), ("f", {"count": 2})]).replace('{"count": 1}', '{"count": 1')
+    broken, good = make(name).parse(text).calls
+    assert not broken.complete and (good.complete, good.arguments) == (True, '{"count": 2}')
+
+
+def test_gemma_may_leave_out_commas_after_strings() -> None:
+    text = "<start_function_call>call:f{text:<escape>NYC<escape>count:3,maybe:<escape>x<escape>}<end_function_call>"
+    assert calls_of(make("functiongemma").parse(text)) == [("f", {"text": "NYC", "count": 3, "maybe": "x"})]
+
+
 # Harmony: reasoning, content and calls in one format.
 
 ANALYSIS = "<|channel|>analysis<|message|>I think.\nSo.<|end|>"
