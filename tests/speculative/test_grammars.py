@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -330,7 +331,9 @@ def requests() -> tuple[list[list[int]], list[SamplingParams]]:
     thinking = Constraint(choice=["yes", "no", "not at all"], after="the")
     wanted += [params(thinking, temperature=1.2, logit_bias={100: 4.0}, seed=seed) for seed in (1, 2)]
     optional = msgspec.structs.replace(thinking, after=["the", "er"], opening=["<a", "\n<a", "no!"])
-    wanted += [params(optional, temperature=1.2, logit_bias={32: 2.0, 79: 2.0, 100: 3.0}, seed=s, n=2) for s in (1, 2)]
+    biases = {33: 9.0, 70: 9.0, 101: 8.0}  # "<", "a", "the"
+    fields = {"temperature": 1.2, "n": 2, "max_tokens": 40, "logit_bias": biases}
+    wanted += [params(optional, seed=seed, **fields) for seed in (1, 2)]
     ended = Constraint(regex="[a-z]{3}@[a-z]{3}(the){3}!")
     wanted += [params(ended, stop=["@"]), params(ended, stop_token_ids=[35]), params(ended, min_tokens=30)]
     wanted += [params(Constraint(regex="[a-z]*"), min_tokens=15, logprobs=2, frequency_penalty=0.5)]
@@ -347,7 +350,10 @@ def results(outputs: list[RequestOutput]) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def expected(engines: Engines) -> list[RequestOutput]:
-    return engines(pipeline_depth=0).generate(*requests(), use_tqdm=False)
+    outputs = engines(pipeline_depth=0).generate(*requests(), use_tqdm=False)
+    written = [sample.text for output in outputs for sample in output.outputs]
+    assert any(re.fullmatch("<a.*(the|er)(yes|no|not at all)", text) for text in written), "one that thinks first"
+    return outputs
 
 
 @pytest.mark.parametrize(

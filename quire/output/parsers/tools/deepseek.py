@@ -96,8 +96,8 @@ class DeepSeekV3Parser(DeepSeekV31Parser):
 
 
 class KimiK2Parser(SectionParser):
-    """Kimi K2: names have a prefix and a number, `functions.f:0`. All of it is the call's id: the model knows the result
-    by it."""
+    """Kimi K2: names have a prefix and a number, `functions.f:0`. All of it is the call's id: the model knows the
+    result by it."""
 
     begin = "<|tool_call_begin|>"
     tags = ("<|tool_calls_section_begin|>", begin)
