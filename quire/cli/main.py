@@ -22,6 +22,7 @@ COMMANDS = {
     "calibrate": "measure how long steps take on this device, for simulate",
     "pull": "download a model and print where it is",
     "inspect": "describe a model and the memory it needs, or show the memory of a server",
+    "top": "watch a server: rates, rows, blocks, and why requests wait",
     "quantize": "write a model's checkpoint in few bits",
     "train-draft": "train a head that drafts tokens for a model, for speculative decoding",
     "eval": "measure the perplexity of a model, and its distance from another",

@@ -405,6 +405,11 @@ class Scheduler:
         return self._launch(builder, np.empty(0, np.int64))
 
     @property
+    def quarantined(self) -> Request | None:
+        """The request that runs alone now, after a failed step."""
+        return self._quarantine.first
+
+    @property
     def budget(self) -> int:
         """The most tokens of a step."""
         return self._budget
