@@ -137,7 +137,7 @@ class InputProcessor:
         keep = self._kept_tokens(params)
         if suffix:
             tokens = self.fill_in_middle.prompt(tokens, suffix, lambda text: self.encode(text, False), keep)
-            end_at(params, self.fill_in_middle.ends)
+            self.end_middle(params)
         elif keep is not None:
             tokens = tokens[-keep:]
         self._check_tokens(tokens)
@@ -263,6 +263,12 @@ class InputProcessor:
         keep = params.truncate_prompt_tokens
         return self._info.max_model_len - 1 if keep == -1 else keep
 
+    def end_middle(self, params: SamplingParams) -> None:
+        """End an output at the tokens that end a middle, too, as at the model's own end."""
+        ends = [token for token in self.fill_in_middle.ends if token not in self.eos_ids]
+        if ends and not params.ignore_eos:
+            params.stop_token_ids = list(dict.fromkeys([*(params.stop_token_ids or []), *ends]))
+
     def check_vocabulary(self, tokens: list[int]) -> None:
         """Raise unless there is at least one token, and all are in the vocabulary."""
         if not tokens:
@@ -338,12 +344,6 @@ class InputProcessor:
                 "bad_words",
                 longest,
             )
-
-
-def end_at(params: SamplingParams, tokens: list[int]) -> None:
-    """End an output at these tokens, too, as at the model's own end."""
-    if not params.ignore_eos:
-        params.stop_token_ids = list(dict.fromkeys([*(params.stop_token_ids or []), *tokens])) or None
 
 
 def tenant_salt(tenant: str, salt: str) -> str:

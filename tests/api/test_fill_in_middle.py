@@ -129,6 +129,10 @@ def test_generate_with_a_suffix(make_llm: Callable[..., LLM], tmp_path: Any, tin
     pad = tokenizer.convert_tokens_to_ids("<|fim_pad|>")
     (ended,) = llm.generate(asked, SamplingParams(temperature=0, logit_bias={pad: 100.0}), use_tqdm=False)
     assert (ended.outputs[0].finish_reason, ended.outputs[0].stop_reason) == ("stop", pad)
+    end = llm.llm_engine.inputs.eos_ids[0]
+    llm.llm_engine.inputs.fill_in_middle.ends = [pad, end]
+    (ended,) = llm.generate(asked, SamplingParams(temperature=0, logit_bias={end: 100.0}), use_tqdm=False)
+    assert (ended.outputs[0].finish_reason, ended.outputs[0].stop_reason) == ("stop", None)
     with pytest.raises(ValidationError, match="a suffix is text"):
         llm.generate({"prompt": PREFIX, "suffix": 3}, params, use_tqdm=False)  # type: ignore[typeddict-item]
     with pytest.raises(ValidationError, match="suffix is for generation"):

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 from msgspec import UNSET
 
-from quire.api.inputs import end_at
 from quire.api.work_pool import check_abandoned
 from quire.messages.outputs import CompletionOutput, RequestOutput
 from quire.server.context import ServerContext
@@ -61,7 +60,7 @@ def prepare(context: ServerContext, exchange: Exchange, request: CompletionReque
     if request.suffix:
         if not context.llm.inputs.fill_in_middle.is_supported:
             raise bad_request(context.llm.inputs.fill_in_middle.refusal(context.names[0]), "suffix")
-        end_at(params, context.llm.inputs.fill_in_middle.ends)
+        context.llm.inputs.end_middle(params)
     jobs = []
     for prompt in prompts:
         check_abandoned()
