@@ -405,6 +405,16 @@ def test_other_ways_of_dots_and_minicpm() -> None:
     assert calls_of(make("minicpm5").parse(section)) == [("f", {"text": "a </param> b", "count": 1})]
 
 
+def test_other_places_of_xlam() -> None:
+    calls = objects([("f", {"count": 1})])
+    for before in ("<think>Hm.</think>", "I look.[TOOL_CALLS]", "I look.\n", "I look.\n```json\n"):
+        for pieces in ([before + calls], before + calls):
+            answer = read(make("xlam"), pieces)
+            assert calls_of(answer) == [("f", {"count": 1})]
+            assert answer.content == ("I look." if "look" in before else before)
+    assert make("xlam").parse(f"see {calls}").calls == []
+
+
 def test_gemma_may_leave_out_commas_after_strings() -> None:
     text = "<start_function_call>call:f{text:<escape>NYC<escape>count:3,maybe:<escape>x<escape>}<end_function_call>"
     assert calls_of(make("functiongemma").parse(text)) == [("f", {"text": "NYC", "count": 3, "maybe": "x"})]
