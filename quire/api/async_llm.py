@@ -440,7 +440,8 @@ AsyncLLMEngine = AsyncLLM
 
 
 def _prompt_size(prompt: Any) -> int:
-    """Characters or token ids of a prompt; 0 for anything else."""
+    """Characters or token ids of a prompt and what comes with it; 0 for anything else."""
     if isinstance(prompt, Mapping):
-        prompt = prompt.get("prompt_token_ids", prompt.get("prompt"))
+        parts = (prompt.get("prompt_token_ids", prompt.get("prompt")), prompt.get("suffix"), prompt.get("prediction"))
+        return sum(map(_prompt_size, parts))
     return len(prompt) if hasattr(prompt, "__len__") else 0
