@@ -372,11 +372,6 @@ class AsyncLLM:
         return any(replica.is_reloading for replica in self.replicas)
 
     @property
-    def failures(self) -> int:
-        """How often an engine died or could not be started since it yielded a token; of several, the most."""
-        return max(replica.failures for replica in self.replicas)
-
-    @property
     def num_resumed(self) -> int:
         """How often a request went on at another engine than the one that it was at."""
         return self._group.recovery.resumed
