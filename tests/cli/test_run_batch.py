@@ -49,7 +49,7 @@ def test_every_line_is_run_and_invalid_lines_do_not_stop_the_others(quire, tiny_
         "this is no JSON",
         completion("streamed", stream=True),
         completion("text"),
-        completion("hot", temperature=9),
+        completion("hot", temperature=900),
         completion("other", model="gpt-4o"),
         line("elsewhere", "/v1/files"),
         completion("last"),
