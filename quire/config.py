@@ -87,6 +87,9 @@ class EngineConfig:
         'Sampling defaults that override those of generation_config, as {"temperature": 0.6} (JSON)',
         "model",
     )
+    disable_any_whitespace: bool = option(
+        False, "JSON of structured outputs on one line, as if every request had disable_any_whitespace", "model"
+    )
     pooling: str = option(
         "last",
         "How an embedding is pooled unless the request says: the last token's hidden state, or the mean of all tokens'",

@@ -129,13 +129,14 @@ ENGINE = _table(
     _keys(
         "structured_outputs_config",
         "quire enforces grammars with xgrammar; reasoning_parser is a setting of its own",
-        backend=_GRAMMARS, disable_fallback=None, disable_any_whitespace=(False,),
-        disable_additional_properties=(False,), reasoning_parser=("",), reasoning_parser_plugin=("",),
+        backend=_GRAMMARS, disable_fallback=None, disable_any_whitespace=(True, False),
+        disable_additional_properties=(True, False), reasoning_parser=("",), reasoning_parser_plugin=("",),
         enable_in_reasoning=(False,),
     ),
     _only("guided_decoding_backend", *_GRAMMARS, instead="quire enforces grammars with xgrammar"),
-    _off("guided_decoding_disable_any_whitespace guided_decoding_disable_additional_properties", "change the schema"),
-    _any("guided_decoding_disable_fallback enable_reasoning use_fp64_gumbel", "switch"),
+    _off("guided_decoding_disable_any_whitespace", "use disable_any_whitespace"),
+    _any("guided_decoding_disable_additional_properties guided_decoding_disable_fallback", "switch"),
+    _any("enable_reasoning use_fp64_gumbel", "switch"),
     _unset("reasoning_config", "requests have no budget of thinking"),
     _unset("logits_processor_pattern", "use logits_processors"),
     _unset("reasoning_parser_plugin", "give reasoning_parser a dotted path"),
@@ -378,6 +379,9 @@ SPECULATION = {"spec_method": "method", "spec_model": "model", "spec_tokens": "n
 
 POOLER = ("pooler_config", "override_pooler_config")
 """Engine arguments whose `pooling_type` is the setting `pooling`."""
+
+GRAMMARS = "structured_outputs_config"
+"""The engine argument whose key `disable_any_whitespace` is the setting of that name."""
 
 VALUES = {
     "attention_backend": dict.fromkeys(

@@ -12,6 +12,7 @@ from quire.vllm_arguments import (
     BEAMS,
     CALL,
     ENGINE,
+    GRAMMARS,
     METHODS,
     POOLER,
     POOLING,
@@ -161,6 +162,7 @@ def _translated() -> Iterator[str]:
         yield f"| `--{_dashed(theirs)}` | `--speculative-config.{key}` |\n"
     for name in POOLER:
         yield f'| `--{_dashed(name)}` `{{"pooling_type": "LAST" or "MEAN"}}` | `--pooling last` or `mean` |\n'
+    yield f'| `--{_dashed(GRAMMARS)}` `{{"disable_any_whitespace": true}}` | `--disable-any-whitespace` |\n'
     for name, values in VALUES.items():
         for ours in dict.fromkeys(values.values()):
             listed = ", ".join(f"`{theirs}`" for theirs, value in values.items() if value == ours)

@@ -24,6 +24,7 @@ from quire import (
     PoolingParams,
     RequestOutput,
     SamplingParams,
+    StructuredOutputsParams,
 )
 from quire.errors import ConfigError, ValidationError
 from quire.exceptions import VLLMValidationError
@@ -302,3 +303,15 @@ def test_the_generation_config_can_be_overridden(tiny_model: Path) -> None:
     for wrong, told in (({"temperature": 9}, "temperature"), ({"frobnicate": 1}, "frobnicate"), (3, "must map")):
         with pytest.raises(ConfigError, match=f"override_generation_config.*{told}"):
             LLM(tiny_model, override_generation_config=wrong, **TINY)
+
+
+def test_structured_json_on_one_line_for_all_requests(tiny_model: Path) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    grammars = {"backend": "xgrammar", "disable_any_whitespace": True}
+    with LLM(tiny_model, structured_outputs_config=grammars, **TINY) as llm:
+        params = SamplingParams(max_tokens=1, structured_outputs=StructuredOutputsParams(json=schema))
+        request, _ = llm.llm_engine.inputs.make("0", [5], params, 0.0)
+        assert request.params.structured_outputs is not None
+        assert request.params.structured_outputs.disable_any_whitespace
+        assert not params.structured_outputs.disable_any_whitespace
+        assert llm.llm_engine.inputs.make("1", [5], SamplingParams(), 0.0)[0].params.structured_outputs is None
