@@ -319,7 +319,6 @@ PROMPT = _table(
 """Keys of a prompt that is a dict."""
 
 SAMPLING = _table(
-    _off("flat_logprobs", "logprobs are lists of dicts"),
     _off("use_beam_search early_stopping", "use `beam_search`"),
     _only("length_penalty", 1.0, instead="use `beam_search`"),
     _only("best_of", 1, instead="give n, and choose among the sequences"),
