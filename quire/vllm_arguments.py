@@ -391,6 +391,7 @@ VALUES = {
         ),
         "auto",
     ),
+    "quantization": {"auto_awq": "awq", "auto_gptq": "gptq", "gpt_oss_mxfp4": "mxfp4", "inc": "auto-round"},
     "load_format": {
         "hf": "auto",
         "fastsafetensors": "safetensors",

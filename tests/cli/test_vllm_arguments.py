@@ -137,6 +137,8 @@ def test_no_argument_is_both_an_engine_setting_and_in_the_table():
         (["--device-memory-utilization", "0.5"], "gpu_memory_utilization", 0.5),
         (["--kv-offloading-size", "2"], "swap_space", 2.0),
         (["--load-format", "hf"], "load_format", "auto"),
+        (["-q", "auto_awq"], "quantization", "awq"),
+        (["--quantization", "fp8"], "quantization", "fp8"),
         (["--load-format", "runai_streamer"], "load_format", "safetensors"),
         (["--attention-backend", "FLASHINFER"], "attention_backend", "auto"),
         (["--pooler-config", '{"pooling_type": "MEAN", "normalize": true}'], "pooling", "mean"),
