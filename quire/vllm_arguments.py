@@ -117,7 +117,6 @@ ENGINE = _table(
     _unset("model_weights", "give the weights' folder as the model"),
     _unset("quantization_config", "use quantization, which also takes a .json file"),
     _unset("quantization_param_path qlora_adapter_name_or_path", "quire reads scales from the checkpoint"),
-    _unset("rope_scaling rope_theta", 'use hf_overrides, as {"rope_theta": 1000000}'),
     _unset("override_neuron_config override_attention_dtype", "quire does not run on that device"),
     _off("disable_sliding_window", "set max_model_len to the window"),
     _any("allow_deprecated_quantization use_tqdm_on_load", "switch"),
@@ -378,6 +377,9 @@ SPECULATION = {"spec_method": "method", "spec_model": "model", "spec_tokens": "n
 
 POOLER = ("pooler_config", "override_pooler_config")
 """Engine arguments whose `pooling_type` is the setting `pooling`."""
+
+OVERRIDES = ("rope_scaling", "rope_theta")
+"""Engine arguments that are keys of `hf_overrides`."""
 
 GRAMMARS = "structured_outputs_config"
 """The engine argument whose key `disable_any_whitespace` is the setting of that name."""

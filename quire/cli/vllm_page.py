@@ -14,6 +14,7 @@ from quire.vllm_arguments import (
     ENGINE,
     GRAMMARS,
     METHODS,
+    OVERRIDES,
     POOLER,
     POOLING,
     PROMPT,
@@ -160,6 +161,8 @@ def _translated() -> Iterator[str]:
     yield "| `--disable-uvicorn-access-log` | `--no-access-log` |\n"
     for theirs, key in SPECULATION.items():
         yield f"| `--{_dashed(theirs)}` | `--speculative-config.{key}` |\n"
+    for name in OVERRIDES:
+        yield f"| `--{_dashed(name)}` | `--hf-overrides.{name}` |\n"
     for name in POOLER:
         yield f'| `--{_dashed(name)}` `{{"pooling_type": "LAST" or "MEAN"}}` | `--pooling last` or `mean` |\n'
     yield f'| `--{_dashed(GRAMMARS)}` `{{"disable_any_whitespace": true}}` | `--disable-any-whitespace` |\n'
