@@ -126,7 +126,9 @@ class SamplingParams(msgspec.Struct, metaclass=VllmFields, omit_defaults=True, k
     ] = 1.0  # fmt: skip
     temperature: Annotated[
         float,
-        Scalar("0 takes the most likely token; higher is more varied; at most 2", 0.0, 2.0, in_generation_config=True),
+        Scalar(
+            "0 takes the most likely token; higher is more varied; at most 100", 0.0, 100.0, in_generation_config=True
+        ),
     ] = 1.0
     top_p: Annotated[
         float,
