@@ -79,13 +79,18 @@ class EngineConfig:
     )
     max_logprobs: int = option(20, "Most logprobs a request may ask for; -1: the whole vocabulary", "model")
     generation_config: str = option(
-        "auto", "auto: generation_config.json of the model sets defaults and extra end tokens; none, vllm: ignore it",
-        "model", choices=("auto", "none", "vllm"),
-    )  # fmt: skip
+        "auto",
+        "auto: generation_config.json of the model sets defaults and extra end tokens; none, vllm: ignore it; or a "
+        "folder that has another",
+        "model",
+    )
     override_generation_config: Mapping[str, Any] | None = option(
         None,
         'Sampling defaults that override those of generation_config, as {"temperature": 0.6} (JSON)',
         "model",
+    )
+    disable_any_whitespace: bool = option(
+        False, "JSON of structured outputs on one line, as if every request had disable_any_whitespace", "model"
     )
     pooling: str = option(
         "last",
