@@ -258,6 +258,17 @@ class StoredResponses:
             await asyncio.gather(self._cleaning, return_exceptions=True)
         await asyncio.to_thread(self.store.close)
 
+    def measure(self, name: str) -> dict[tuple[str, ...], float]:
+        """The values of one of the metrics of what is stored."""
+        match name:
+            case "stored_response_bytes":
+                return {(): self.store.total_bytes}
+            case "stored_responses_dropped":
+                return {(reason,): count for reason, count in self.store.removed.items()}
+            case "background_responses":
+                return {(): len(self.background.running)}
+        return {}
+
     async def call(self, method: Callable[..., T], *arguments: Any) -> T:
         """Call a method of the store. What is wrong with the store becomes a response."""
         try:

@@ -91,6 +91,10 @@ class ResponseStore:
         self._tree = ItemTree(self._db, bounds, clock)
         self._thread = ThreadPoolExecutor(1, "quire-responses")
         self._dropped: list[str] = []
+        self.removed = dict(self._tree.removed)
+        """Responses and conversations removed so far, by reason."""
+        self.total_bytes = 0
+        """Of all owners."""
         self.transact(self._end_interrupted)
         self.report_dropped()
 
@@ -115,10 +119,13 @@ class ResponseStore:
 
     def _commit(self, method: Callable[..., T], *arguments: Any) -> T:
         self._tree.dropped = []
+        self._tree.removed = dict(self.removed)
         with self._db:
             self._db.execute("BEGIN IMMEDIATE")
             result = method(*arguments)
+            size = self._tree.size("*")
         self._dropped += self._tree.dropped
+        self.removed, self.total_bytes = self._tree.removed, size
         return result
 
     def report_dropped(self) -> None:

@@ -111,6 +111,8 @@ class ItemTree:
         self.clock = clock
         self.dropped: list[str] = []
         """Keys of sessions that nothing refers to any more."""
+        self.removed = {"size": 0, "age": 0}
+        """Responses and conversations that were removed because of a bound, and those that expired."""
         self._swept = 0.0
 
     # Nodes
@@ -241,11 +243,14 @@ class ItemTree:
         """Remove what was not used for as long as `ttl`."""
         self._swept = self.clock()
         oldest = self._swept - self.bounds.ttl
-        for (key,) in self.db.execute("SELECT key FROM conversations WHERE used < ?", (oldest,)).fetchall():
+        conversations = self.db.execute("SELECT key FROM conversations WHERE used < ?", (oldest,)).fetchall()
+        for (key,) in conversations:
             self.forget_conversation(key)
         expired = "SELECT key FROM nodes WHERE used < ? AND response IS NOT NULL AND NOT is_busy"
-        for (key,) in self.db.execute(expired, (oldest,)).fetchall():
+        responses = self.db.execute(expired, (oldest,)).fetchall()
+        for (key,) in responses:
             self.forget_response(key)
+        self.removed["age"] += len(conversations) + len(responses)
 
     def shrink(self, owner: str, keep: int | None = None) -> bool:
         """Remove what the owner has not used for longest until the rest is within the bounds; what the node `keep`
@@ -255,6 +260,7 @@ class ItemTree:
             oldest = "SELECT key FROM conversations WHERE owner = ? AND head IS NOT ? ORDER BY used, key LIMIT 1"
             if (found := self.db.execute(oldest, (owner, but)).fetchone()) is not None:
                 self.forget_conversation(found[0])
+                self.removed["size"] += 1
         for _ in range(self._count("nodes WHERE owner = ? AND response IS NOT NULL", owner) - bounds.responses):
             oldest = (
                 "SELECT key FROM nodes WHERE owner = ? AND response IS NOT NULL AND NOT is_busy AND key != ? "
@@ -262,6 +268,7 @@ class ItemTree:
             )
             if (found := self.db.execute(oldest, (owner, but)).fetchone()) is not None:
                 self.forget_response(found[0])
+                self.removed["size"] += 1
         while (is_over := self.size(owner) > bounds.bytes) and self._drop_oldest("owner = ?", owner, but):
             pass
         while self.size("*") > TOTAL_SHARES * bounds.bytes and self._drop_oldest("? = '*'", "*", but):
@@ -288,4 +295,5 @@ class ItemTree:
         if found is None:
             return False
         (self.forget_conversation if found[1] else self.forget_response)(found[2])
+        self.removed["size"] += 1
         return True

@@ -223,6 +223,7 @@ class TestBounds:
         stored.call("response", "me", "a")
         stored.add("d")
         assert [name for name in "abcd" if stored.has(name)] == ["a", "c", "d"]
+        assert stored.store.removed == {"size": 1, "age": 0}
         assert stored.dropped == ["session-b"]
 
     def test_a_conversation_longer_than_the_bound_goes_on(self) -> None:
@@ -248,6 +249,7 @@ class TestBounds:
             with pytest.raises(StoreOverflowError, match="max-stored-bytes"):
                 turn()
         assert stored.has("a") and not stored.has("b") and not stored.has("c") and not stored.dropped
+        assert stored.store.removed == {"size": 0, "age": 0} and stored.store.total_bytes == stored.store.size("me")
 
     def test_all_owners_together_are_bounded(self) -> None:
         stored = Stored(StoreBounds(1000, 10_000, DAY))
@@ -276,6 +278,7 @@ class TestBounds:
             stored.call("conversation", "me", name)
         stored.clock.now += 1.1 * DAY
         assert not stored.has("a") and stored.store.size("*") == 0
+        assert stored.store.removed == {"size": 0, "age": 3}
 
     def test_random_use_keeps_every_context_and_every_bound(self) -> None:
         """Compared with plain lists: a response's context is its parent's and its own items, whatever was deleted."""
