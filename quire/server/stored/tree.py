@@ -18,7 +18,7 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -41,8 +41,9 @@ CREATE TABLE IF NOT EXISTS nodes (
 );
 CREATE UNIQUE INDEX IF NOT EXISTS nodes_by_response ON nodes (owner, response) WHERE response IS NOT NULL;
 CREATE INDEX IF NOT EXISTS nodes_by_parent ON nodes (parent);
-CREATE INDEX IF NOT EXISTS nodes_by_owner ON nodes (owner, used);
-CREATE INDEX IF NOT EXISTS nodes_by_use ON nodes (used);
+CREATE INDEX IF NOT EXISTS responses_by_owner ON nodes (owner, used) WHERE response IS NOT NULL;
+CREATE INDEX IF NOT EXISTS responses_by_use ON nodes (used) WHERE response IS NOT NULL;
+CREATE INDEX IF NOT EXISTS busy_nodes ON nodes (key) WHERE is_busy;
 CREATE TABLE IF NOT EXISTS sizes (owner TEXT PRIMARY KEY, bytes INTEGER NOT NULL) WITHOUT ROWID;
 CREATE TRIGGER IF NOT EXISTS node_added AFTER INSERT ON nodes BEGIN
     INSERT INTO sizes VALUES (new.owner, new.bytes), ('*', new.bytes)
@@ -67,6 +68,7 @@ CREATE TABLE IF NOT EXISTS conversations (
 );
 CREATE INDEX IF NOT EXISTS conversations_by_head ON conversations (head);
 CREATE INDEX IF NOT EXISTS conversations_by_use ON conversations (used);
+CREATE INDEX IF NOT EXISTS conversations_by_owner ON conversations (owner, used);
 CREATE TABLE IF NOT EXISTS hidden (
     conversation INTEGER NOT NULL, item INTEGER NOT NULL, PRIMARY KEY (conversation, item)
 ) WITHOUT ROWID;
@@ -100,6 +102,14 @@ class StoreBounds:
     bytes: int
     ttl: float
     """Seconds since the last use."""
+
+
+class StoredItem(NamedTuple):
+    """An item as it is read: encoded, since a context may have many."""
+
+    key: int
+    id: str
+    body: msgspec.Raw
 
 
 class ItemTree:
@@ -152,19 +162,19 @@ class ItemTree:
         """Whether the node is still there; None, the beginning of every conversation, always is."""
         return node is None or self.db.execute("SELECT 1 FROM nodes WHERE key = ?", (node,)).fetchone() is not None
 
-    def context(self, node: int | None, *, but_output_of: int | None = None) -> list[tuple[int, Item]]:
-        """Every item from the root to a node, each with its key; without the output of the node `but_output_of`."""
+    def context(self, node: int | None, *, but_output_of: int | None = None) -> list[StoredItem]:
+        """Every item from the root to a node; without the output of the node `but_output_of`."""
         rows = self.db.execute(
-            _PATH + "SELECT items.key, body FROM path JOIN items ON items.node = path.key "
+            _PATH + "SELECT items.key, id, body FROM path JOIN items ON items.node = path.key "
             "WHERE NOT (is_output AND path.key = ?) ORDER BY depth DESC, items.key",
             (node, -1 if but_output_of is None else but_output_of),
         )
-        return [(key, msgspec.json.decode(body)) for key, body in rows]
+        return [StoredItem(key, name, msgspec.Raw(body)) for key, name, body in rows]
 
-    def output(self, node: int) -> list[Item]:
+    def output(self, node: int) -> list[msgspec.Raw]:
         """The items that were generated."""
         rows = self.db.execute("SELECT body FROM items WHERE node = ? AND is_output ORDER BY key", (node,))
-        return [msgspec.json.decode(body) for (body,) in rows]
+        return [msgspec.Raw(body) for (body,) in rows]
 
     def latest_session(self, node: int | None) -> tuple[str, str]:
         """The session, and the salt, of the nearest node up the tree that has one; empty if none has."""
@@ -287,7 +297,8 @@ class ItemTree:
     def _drop_oldest(self, whose: str, owner: str, but: int) -> bool:
         """Remove the end of a conversation that was not used for longest, which frees bytes. False: there is none."""
         found = self.db.execute(
-            f"SELECT used, 0, key FROM nodes WHERE {whose} AND NOT is_busy AND key != ? AND {_IS_LEAF} "
+            f"SELECT used, 0, key FROM nodes WHERE {whose} AND response IS NOT NULL AND NOT is_busy AND key != ? "
+            f"AND {_IS_LEAF} "
             f"UNION ALL SELECT used, 1, key FROM conversations WHERE {whose} AND head IS NOT NULL AND head != ? "
             "ORDER BY used, key LIMIT 1",
             (owner, but, owner, but),
