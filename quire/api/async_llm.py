@@ -13,7 +13,7 @@ from typing import Any
 
 from quire.api.async_sessions import AsyncSessions, SessionTurn, Turn
 from quire.api.chat import ChatRenderer
-from quire.api.compat import check_call, engine_arguments
+from quire.api.compat import check_call, engine_arguments, no_such_method
 from quire.api.engine_group import EngineGroup
 from quire.api.inputs import AnyParams, InputProcessor, PromptType, check_params
 from quire.api.output_stream import OutputStream
@@ -372,11 +372,6 @@ class AsyncLLM:
         return any(replica.is_reloading for replica in self.replicas)
 
     @property
-    def failures(self) -> int:
-        """How often an engine died or could not be started since it yielded a token; of several, the most."""
-        return max(replica.failures for replica in self.replicas)
-
-    @property
     def num_resumed(self) -> int:
         """How often a request went on at another engine than the one that it was at."""
         return self._group.recovery.resumed
@@ -418,6 +413,9 @@ class AsyncLLM:
             self._group.stop()
             self.work.close(WORK_SECONDS)
 
+    def __getattr__(self, name: str) -> Any:
+        raise no_such_method(self, name)
+
     async def __aenter__(self) -> AsyncLLM:
         return self
 
@@ -437,7 +435,8 @@ AsyncLLMEngine = AsyncLLM
 
 
 def _prompt_size(prompt: Any) -> int:
-    """Characters or token ids of a prompt; 0 for anything else."""
+    """Characters or token ids of a prompt and what comes with it; 0 for anything else."""
     if isinstance(prompt, Mapping):
-        prompt = prompt.get("prompt_token_ids", prompt.get("prompt"))
+        parts = (prompt.get("prompt_token_ids", prompt.get("prompt")), prompt.get("suffix"), prompt.get("prediction"))
+        return sum(map(_prompt_size, parts))
     return len(prompt) if hasattr(prompt, "__len__") else 0

@@ -24,7 +24,7 @@ from quire.messages.outputs import CompletionOutput, RequestOutput
 from quire.messages.sampling import RequestOutputKind, SamplingParams
 from quire.output.parsers.answer import AnswerReader
 from quire.output.parsers.deltas import CallArguments, CallEnd, CallStart, Content, Delta, Reasoning
-from quire.output.parsers.reasoning import ThinkSplit, make_reasoning_split
+from quire.output.parsers.reasoning import SWITCHES, ThinkSplit, make_reasoning_split
 from quire.output.parsers.toolcalls import ToolPlan
 from quire.server.context import ServerContext
 from quire.server.errors import bad_request
@@ -33,6 +33,7 @@ from quire.server.http import Exchange
 from quire.server.protocol.chat import ChatRequest
 from quire.server.protocol.conversation import NamedTool
 from quire.server.protocol.sampling import beam_search_params, sampling_params
+from quire.speculative.prediction import MAX_PREDICTED_TOKENS, PredictedText
 
 MOST_DROPPED = 4
 DROPPED_CHARACTERS = 64
@@ -204,6 +205,8 @@ def prepare(
     text, tokens = render(context, request) if session is None else (session.text, session.tokens)
     if branch is not None and branch.before and (same := branch.continued(context.texts, text)) is not None:
         tokens = same if len(same) <= (params.truncate_prompt_tokens or len(same)) else tokens
+    if request.echo and not request.stream and params.prompt_logprobs is None:
+        params.prompt_logprobs = request.top_logprobs or 0
     if is_limit_soft and limit is not None and limit <= context.max_model_len:
         params.max_tokens = limit = max(1, min(limit, context.max_model_len - len(tokens)))
     if params.truncate_prompt_tokens is None:
@@ -224,13 +227,27 @@ def prepare(
     turn: Turn | None = branch.turn if branch is not None else None
     if turn is None:
         turn = requested_session(exchange, request, search) if session is None else session.turn
+    prediction = _prediction(context, request)
+    counter = UsageCounter()
+    counter.predictions = [PredictedText(prediction) for _ in readers if prediction]
     return ChatGeneration(
         context=context,
         exchange=exchange,
-        job=GenerationJob(tokens, params, text, request.priority or 0, request.cache_salt, search, turn),
+        job=GenerationJob(
+            tokens,
+            params,
+            text,
+            request.priority or 0,
+            request.cache_salt,
+            search,
+            turn,
+            prediction,
+            is_turn_optional=turn is not None and session is None and request.session_id is None,
+        ),
         choices=[GeneratedChoice(reader, plan, request.keeps_reasoning) for reader in readers],
         splits_reasoning=split is not None,
         is_streamed=bool(request.stream),
+        counter=counter,
     )
 
 
@@ -273,7 +290,8 @@ def render(context: ServerContext, request: ChatRequest) -> tuple[str, list[int]
     text = context.tool_prompts.render(messages, **arguments)
     check_abandoned()
     # The template writes the special tokens itself; the tokenizer must not add its own.
-    return text, context.tokenize(text, add_special_tokens=False, keep=request.truncate_prompt_tokens)
+    from_start = request.truncation_side == "right"
+    return text, context.tokenize(text, False, keep=request.truncate_prompt_tokens, from_start=from_start)
 
 
 def _check_template(context: ServerContext, request: ChatRequest) -> None:
@@ -310,8 +328,17 @@ def template_kwargs(context: ServerContext, request: ChatRequest) -> dict[str, A
     if request.effort is not None:
         given["reasoning_effort"] = request.effort
     if request.thinks is not None:
-        given |= dict.fromkeys(THINKING_VARIABLES, request.thinks)
+        given |= dict.fromkeys(SWITCHES, request.thinks)
     return {**(context.config.default_chat_template_kwargs or {}), **given, **(request.chat_template_kwargs or {})}
+
+
+def _prediction(context: ServerContext, request: ChatRequest) -> list[int]:
+    """The tokens of the answer that the client expects; none if there are no drafts to make of them."""
+    text = "" if request.prediction is None else request.prediction.text
+    if not text or context.llm.config.speculative_config is None or request.use_beam_search:
+        return []
+    most = min(MAX_PREDICTED_TOKENS, context.max_model_len)
+    return context.texts.encode_start(text, most, "prediction", add_special_tokens=False)[:most]
 
 
 def _logprobs(context: ServerContext, request: ChatRequest) -> int | None:

@@ -95,6 +95,9 @@ class ServerConfig:
         False, "Include usage in every chunk and at the end of every stream", "answers"
     )
     enable_request_id_headers: bool = option(False, "Send X-Request-Id in responses", "answers")
+    enable_tokenizer_info_endpoint: bool = option(
+        True, "Serve /tokenizer_info: the tokenizer's settings and chat template", "answers"
+    )
     enable_per_request_metrics: bool = option(
         False, "Include times, cached tokens and preemptions in every response, as return_metrics does", "answers"
     )
@@ -177,6 +180,9 @@ class ServerConfig:
     enable_log_requests: bool = option(
         False, "Also log prompts and sampling parameters; otherwise prompts are never logged", "observability"
     )
+    max_log_len: int = option(
+        2048, "With enable_log_requests: most characters (or token ids) of a prompt in the log", "observability"
+    )
     vllm_metric_names: bool = option(
         True, "Also show metrics under vLLM's names (vllm:), for dashboards and alerts made for it", "observability"
     )
@@ -207,7 +213,7 @@ class ServerConfig:
             ("max_queued_requests", 0), ("max_queued_tokens", 0), ("max_body_bytes", 1), ("max_open_body_bytes", 1),
             ("max_body_values", 64), ("max_prompt_logprobs", 1), ("max_header_bytes", 256),
             ("max_samples", 1), ("max_prompts", 1), ("port", 0), ("max_stored_responses", 0), ("max_stored_bytes", 1),
-            ("max_background_responses", 0),
+            ("max_background_responses", 0), ("max_log_len", 0),
         ):  # fmt: skip
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):

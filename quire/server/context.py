@@ -98,7 +98,7 @@ class ServerContext:
         http: list[HttpListener] = [self.metrics, *([AccessLog()] if config.access_log else [])]
         self.observer = Observer(
             self.metrics,
-            *([RequestLog()] if config.enable_log_requests else []),
+            *([RequestLog(config.max_log_len)] if config.enable_log_requests else []),
             http=http if self._traces is None else [*http, self._traces],
         )
         generation = read_generation_config(info.files, llm.config)
@@ -206,13 +206,21 @@ class ServerContext:
         return encoder
 
     def tokenize(
-        self, text: str, add_special_tokens: bool = True, keep: int | None = None, field: str = "input_text"
+        self,
+        text: str,
+        add_special_tokens: bool = True,
+        keep: int | None = None,
+        field: str = "input_text",
+        from_start: bool = False,
     ) -> list[int]:
-        """Text as token ids. Raises for a text that cannot fit, unless only the last `keep` tokens are wanted (-1: as
-        many as fit)."""
+        """Text as token ids. Raises for a text that cannot fit, unless only `keep` tokens are wanted (-1: as many as
+        fit): the last ones, or with `from_start` the first."""
         if keep is None:
             return self.texts.encode(text, field, add_special_tokens)
-        return self.texts.encode_end(text, self.max_model_len if keep < 0 else keep, field, add_special_tokens)
+        keep = self.max_model_len if keep < 0 else keep
+        if from_start:
+            return self.texts.encode_start(text, keep, field, add_special_tokens)[:keep]
+        return self.texts.encode_end(text, keep, field, add_special_tokens)
 
     @functools.cached_property
     def vocabulary(self) -> Vocabulary | None:

@@ -10,10 +10,11 @@ from typing import Any
 import msgspec
 
 from quire.output.parsers.deltas import CallArguments, CallEnd, CallStart, Content, Delta, Reasoning
-from quire.server.dialects.responses_tools import OfferedTools, custom_input
+from quire.server.dialects.responses_tools import OfferedTools
 from quire.server.errors import ApiError
 from quire.server.protocol.chat import TokenLogprob
 from quire.server.protocol.common import Usage
+from quire.server.protocol.conversation import custom_input
 from quire.server.protocol.response_events import (
     ResponseArgumentsDelta,
     ResponseArgumentsDone,
