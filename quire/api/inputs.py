@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Protocol, TypedDict, TypeVar, Union
 
+from quire import vllm_arguments
 from quire.api.fill_in_middle import FillInMiddle
 from quire.api.pooling import PoolingInputs
 from quire.api.text_encoding import TextEncoder, encode_text
@@ -21,6 +22,7 @@ from quire.messages.request import NewRequest
 from quire.messages.sampling import FROM_GENERATION_CONFIG, RequestOutputKind, SamplingParams
 from quire.scheduler.beam_search import num_candidates
 from quire.speculative.prediction import MAX_PREDICTED_TOKENS
+from quire.vllm_arguments import check_argument
 
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_CHARACTERS = 1024
@@ -186,6 +188,9 @@ class InputProcessor:
         if isinstance(prompt, Mapping):
             fields: Mapping[str, Any] = prompt
             unknown = set(prompt) - _PROMPT_FIELDS
+            for name in unknown & vllm_arguments.PROMPT.keys():
+                check_argument(vllm_arguments.PROMPT[name], fields[name])
+                unknown.discard(name)
             if unknown:
                 raise ValidationError(
                     f"a prompt takes {sorted(_PROMPT_FIELDS)}, not {sorted(unknown)}", "prompt", sorted(unknown)
@@ -195,7 +200,8 @@ class InputProcessor:
             suffix = fields.get("suffix") or ""
             if not isinstance(suffix, str):
                 raise ValidationError(f"a suffix is text, got {type(suffix).__name__}", "suffix")
-            prompt = fields.get("prompt_token_ids", text)
+            given = fields.get("prompt_token_ids")
+            prompt = text if given is None else given  # type: ignore[assignment]  # None is refused below
         if isinstance(prompt, str):
             return prompt, self.encode(prompt, add_special_tokens=not suffix), salt, suffix
         if isinstance(prompt, Sequence) and not isinstance(prompt, bytes):
@@ -283,8 +289,8 @@ class InputProcessor:
         longest = self._info.max_model_len
         if len(tokens) >= longest:
             raise ValidationError(
-                f"the prompt has {len(tokens)} tokens; with max_model_len {longest} it may have {longest - 1}, so that "
-                "one can be generated. Shorten it, or set truncate_prompt_tokens",
+                f"the prompt has {len(tokens)} tokens; the maximum context length is {longest} tokens with one that is "
+                f"generated (max_model_len {longest}). Shorten it, or set truncate_prompt_tokens",
                 "prompt",
                 len(tokens),
             )
@@ -358,7 +364,7 @@ def check_params(params: object, kind: type[AnyParams], name: str, hint: str = "
         raise ValidationError(f"{name} must be {kind.__name__}, got {type(params).__name__}{hint}", name, params)
 
 
-def as_prompts(prompts: PromptType | Sequence[PromptType]) -> list[PromptType]:
+def as_prompts(prompts: PromptType | Sequence[PromptType] | None) -> list[PromptType]:
     """One prompt or many, as a list: a string, a dict, or a list of token ids is one."""
     if isinstance(prompts, (str, dict)):
         return [prompts]

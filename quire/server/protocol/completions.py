@@ -77,9 +77,9 @@ class CompletionChoice(msgspec.Struct, omit_defaults=True):
     logprobs: CompletionLogprobs | None
     finish_reason: str | None
     stop_reason: int | str | None
-    token_ids: list[int] | UnsetType = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
-    prompt_logprobs: list[dict[int, PromptLogprob] | None] | UnsetType = UNSET
+    token_ids: list[int] | UnsetType | None = UNSET
+    prompt_token_ids: list[int] | UnsetType | None = UNSET
+    prompt_logprobs: list[dict[int, PromptLogprob] | None] | UnsetType | None = UNSET
 
 
 class CompletionResponse(msgspec.Struct, omit_defaults=True):
@@ -91,4 +91,7 @@ class CompletionResponse(msgspec.Struct, omit_defaults=True):
     model: str
     choices: list[CompletionChoice]
     usage: Usage | UnsetType | None = UNSET
+    service_tier: UnsetType | None = UNSET
+    system_fingerprint: UnsetType | None = UNSET
+    kv_transfer_params: UnsetType | None = UNSET
     metrics: RequestTimings | list[RequestTimings] | UnsetType = UNSET
