@@ -94,6 +94,12 @@ class EngineConfig:
     )
 
     device: str = option("auto", "Device of the model: auto, cpu, cuda, or a platform by dotted path", "device")
+    threads: int = option(
+        0,
+        "Threads that an engine computes on, on a CPU, its ranks together; 0: OMP_NUM_THREADS, else as many as its "
+        "processor affinity and the CPU quota of its container allow",
+        "device",
+    )
     attention_backend: str = option("auto", "Attention backend, by name or dotted path", "device")
     enforce_eager: bool = option(False, "Do not capture CUDA graphs", "device")
     batch_invariant: bool = option(
