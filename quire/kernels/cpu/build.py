@@ -30,7 +30,10 @@ from quire.paths import cache_dir
 logger = logging.getLogger(__name__)
 
 _FOLDER = Path(__file__).parent
-_SOURCES = ("attention.cpp", "elementwise.cpp", "experts.cpp", "linear.cpp", "ngram.cpp", "pool.cpp", "replay.cpp")
+_SOURCES = (
+    *("attention.cpp", "elementwise.cpp", "experts.cpp", "linear.cpp"),
+    *("ngram.cpp", "packed.cpp", "pool.cpp", "replay.cpp"),
+)
 _HEADERS = ("outer.h", "pool.h", "simd.h")
 # Contraction makes a * b + c one fused multiply-add, which the kernels rely on; -ffast-math would lose NaN.
 _FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-pthread")
@@ -50,9 +53,11 @@ _LAYOUTS = {
     "embedding": "6q",
     "route": "9q",
     "experts": "13q",
+    "packed_linear": "16q",
+    "packed_embedding": "12q",
 }
 # Calls of about a microsecond keep the GIL: after releasing it, reacquiring can take a whole switch interval.
-_HOLD_GIL = {"ngram", "rms_norm", "add_rms_norm", "copy_stream", "silu_mul", "prepare_qkv", "embedding", "route"}
+_HOLD_GIL = {"ngram", "rms_norm", "add_rms_norm", "copy_stream", "silu_mul", "prepare_qkv", "embedding", "route", "packed_embedding"}
 _SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}
 _TOKEN_KERNELS = {"ngram"}
 """Kernels over token ids, in int32."""
