@@ -120,7 +120,9 @@ def test_products_are_those_of_the_rounded_numbers(ops: CpuOps, name: str, rows:
         assert found.dtype == dtype and found.shape == (rows, outputs)
         error = 2e-6 * size + (2.0**-8 * expected.abs() if dtype is torch.bfloat16 else 0)
         assert ((found.double() - expected).abs() <= error).all()
-        torch.testing.assert_close(ops.linear(x, weight).double(), weight.linear(x).double(), rtol=1e-2, atol=1e-5 * size)
+        torch.testing.assert_close(
+            ops.linear(x, weight).double(), weight.linear(x).double(), rtol=1e-2, atol=1e-5 * size
+        )
 
 
 @pytest.mark.parametrize("name", KINDS)
