@@ -15,6 +15,7 @@ from quire.messages.outputs import (
     BeamSearchSequence,
     CompletionOutput,
     Finished,
+    FlatLogprobs,
     Logprob,
     Output,
     PoolingOutput,
@@ -116,6 +117,11 @@ class TrackedSequence:
         self.text = self.text[: found[1]]
         return found[0]
 
+    def _given_logprobs(self, since: int) -> list[dict[int, Logprob]] | FlatLogprobs | None:
+        if self.logprobs is None:
+            return None
+        return FlatLogprobs.of(self.logprobs[since:]) if self._params.flat_logprobs else self.logprobs[since:]
+
     def view(self, delta: bool) -> CompletionOutput:
         """The sequence's output: everything so far, or what is new since the last call."""
         shown = len(self.text) if self.finish_reason else max(self._given_text, len(self.text) - self._stops.held)
@@ -126,7 +132,7 @@ class TrackedSequence:
             text=self.text[since_text:shown],
             token_ids=self.tokens[since_token:],
             cumulative_logprob=None if self.logprobs is None else self.cumulative,
-            logprobs=None if self.logprobs is None else self.logprobs[since_token:],
+            logprobs=self._given_logprobs(since_token),
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
         )
@@ -165,12 +171,12 @@ class TrackedRequest:
         params = msgspec.structs.replace(request.params, prompt_logprobs=None)  # they came before the first token
         return msgspec.structs.replace(request, drawn=drawn, params=params, reads_cache=True)
 
-    def _take_prompt_logprobs(self, once: bool) -> list[dict[int, Logprob] | None] | None:
+    def _take_prompt_logprobs(self, once: bool) -> list[dict[int, Logprob] | None] | FlatLogprobs | None:
         """The prompt's logprobs so far; with `once`, only at the first call."""
         taken = self.prompt_logprobs
         if once:
             self.prompt_logprobs = None
-        return taken
+        return taken if taken is None or not self.request.params.flat_logprobs else FlatLogprobs.of(taken)
 
     def view(self) -> Output:
         """The request as the user sees it."""

@@ -13,12 +13,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 
 from msgspec import UNSET
 
 from quire.api.async_sessions import SessionTurn as SessionTurn
+from quire.api.async_sessions import Turn
 from quire.api.inputs import TokensPrompt
 from quire.errors import SessionBusyError
 from quire.messages.beams import BeamSearchParams
@@ -32,6 +33,7 @@ from quire.server.limits import QueueTicket
 from quire.server.protocol.common import CompletionTokensDetails, PromptTokensDetails, Usage
 from quire.server.protocol.sampling import GenerationFields, session_names
 from quire.sessions.log import session_key
+from quire.speculative.prediction import PredictedText
 
 SESSION_HEADER = "x-session-id"
 
@@ -52,8 +54,10 @@ class GenerationJob:
     cache_salt: str | None = None
     search: BeamSearchParams | None = None
     """Set for a beam search: its hypotheses become the sequences, and `params` only says how they are written."""
-    turn: SessionTurn | None = None
+    turn: Turn | None = None
     """Set if the job is a turn of a session."""
+    prediction: list[int] = field(default_factory=list)
+    """The tokens that the client expects as the output."""
     is_turn_optional: bool = False
     """The session is named by a header, which other clients send for their own ends: if a turn of it is running, this
     request is none."""
@@ -64,6 +68,8 @@ class GenerationJob:
         prompt: TokensPrompt = {"prompt_token_ids": self.tokens, "cache_salt": self.cache_salt or ""}
         if self.text is not None:
             prompt["prompt"] = self.text
+        if self.prediction:
+            prompt["prediction"] = self.prediction
         return prompt
 
 
@@ -238,6 +244,8 @@ class UsageCounter:
         self.completion = 0
         self.reasoning: int | None = None
         """Reasoning tokens; None if reasoning is not separated from the answer."""
+        self.predictions: list[PredictedText] = []
+        """For each sequence of a request with a prediction: the prediction, as far as the sequence has come."""
 
     def add(self, index: int, output: RequestOutput) -> None:
         """Count an output of job `index`. Outputs must be deltas, or the only one."""
@@ -245,6 +253,8 @@ class UsageCounter:
             self._prompts[index] = len(output.prompt_token_ids), output.num_cached_tokens or 0
         for sequence in output.outputs:
             self.completion += len(sequence.token_ids)
+            if self.predictions:
+                self.predictions[sequence.index].read(sequence.token_ids)
 
     @property
     def first_usage(self) -> Usage:
@@ -267,6 +277,9 @@ class UsageCounter:
             completion_tokens=self.completion,
             prompt_tokens_details=PromptTokensDetails(sum(cached for _, cached in self._prompts.values())),
         )
-        if self.reasoning is not None:
-            usage.completion_tokens_details = CompletionTokensDetails(self.reasoning)
+        if self.reasoning is not None or self.predictions:
+            usage.completion_tokens_details = CompletionTokensDetails(self.reasoning or 0)
+        if self.predictions and usage.completion_tokens_details:
+            usage.completion_tokens_details.accepted_prediction_tokens = sum(one.accepted for one in self.predictions)
+            usage.completion_tokens_details.rejected_prediction_tokens = sum(one.rejected for one in self.predictions)
         return usage

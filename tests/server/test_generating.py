@@ -10,6 +10,8 @@ import httpx
 import pytest
 
 from quire import LLM, SamplingParams
+from quire.api.fill_in_middle import FillInMiddle
+from tests.api.test_fill_in_middle import QWEN, with_tokens
 from tests.server.conftest import MODEL, Live
 
 CHAT = "/v1/chat/completions"
@@ -65,6 +67,31 @@ class TestCompletions:
             chunks = list(events(live, TEXT, {"prompt": given, **params}))
             assert ["".join(part["text"] for part in parts_of(chunks, i)) for i in range(6)] == texts
             assert all([part["finish_reason"] for part in parts_of(chunks, i)][-1] == "length" for i in range(6))
+
+    def test_suffix_fills_in_the_middle(self, live: Live, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+        tokenizer = with_tokens(*QWEN)
+        asked = {"prompt": "abc", "suffix": " the end", **GREEDY, "return_token_ids": True}
+        refused = live.post(TEXT, asked)
+        assert refused.status_code == 400 and "the model tiny completes a text only at the end" in refused.text
+        monkeypatch.setattr(live.server.llm.inputs, "fill_in_middle", FillInMiddle(tokenizer, "m"))
+        tokens = tokenizer.encode("<|fim_prefix|>abc<|fim_suffix|> the end<|fim_middle|>", add_special_tokens=False)
+        (expected,) = llm.generate([tokens], SamplingParams(**GREEDY), use_tqdm=False)  # type: ignore[list-item]
+        for prompt in ("abc", tokenizer.encode("abc", add_special_tokens=False)):
+            answer = live.post(TEXT, {**asked, "prompt": prompt}).json()
+            assert answer["choices"][0]["prompt_token_ids"] == tokens
+            assert answer["choices"][0]["token_ids"] == expected.outputs[0].token_ids
+            assert answer["usage"]["prompt_tokens"] == len(tokens)
+            echoed = live.post(TEXT, {**asked, "prompt": prompt, "echo": True}).json()
+            assert echoed["choices"][0]["text"] == "abc" + expected.outputs[0].text
+            streamed = list(events(live, TEXT, {**asked, "prompt": prompt, "echo": True}))
+            assert "".join(part["text"] for part in parts_of(streamed)) == "abc" + expected.outputs[0].text
+        for empty in ("", None):
+            assert live.post(TEXT, {**asked, "suffix": empty}).json()["usage"]["prompt_tokens"] == 3
+        assert live.post(TEXT, {**asked, "echo": True, "logprobs": 1}).status_code == 400
+        too_long = live.post(TEXT, {**asked, "suffix": "x" * 300})
+        assert too_long.status_code == 400 and "maximum context length" in too_long.text
+        cut = live.post(TEXT, {**asked, "prompt": "x" * 300, "truncate_prompt_tokens": 40}).json()
+        assert cut["usage"]["prompt_tokens"] == 40
 
     def test_scoring_a_prompt(self, live: Live, llm: LLM) -> None:
         """What lm-eval does: echo, logprobs, and no new token."""

@@ -113,6 +113,10 @@ def make_sense(body: Any, path: str) -> None:
                 body.pop(name, None)
     if path.startswith("/v1/sessions"):
         _make_sense_of_session(body)
+    if path == "/v1/responses":  # ids of what is stored cannot be guessed
+        body |= {"previous_response_id": None, "conversation": None}
+        if body.get("background"):
+            body["store"] = True
     if path.endswith(("/embeddings", "/pooling", "/classify")):
         body.pop("messages", None)
         body["input"] = body.get("input") or "abc"

@@ -18,6 +18,7 @@ from quire.server.protocol.conversation import (
     ChatTool,
     FunctionName,
     NamedTool,
+    Prediction,
     ReasoningSwitch,
     ThinkingSwitch,
 )
@@ -69,6 +70,8 @@ class ChatRequest(GenerationFields, kw_only=True):
     chat_template: str | None = None
     chat_template_kwargs: TemplateVariables | None = None
     documents: list[dict[str, Any]] | None = None
+    prediction: Prediction | None = None
+    """With speculative decoding, an answer that is like it comes faster. It changes no token."""
 
     echo: bool | None = None
     """Begin the answer with the last message, if it has the role of the answer."""
@@ -79,7 +82,6 @@ class ChatRequest(GenerationFields, kw_only=True):
     add_special_tokens: bool | None = None
     verbosity: Hint = None
     audio: None = None
-    prediction: None = None
     web_search_options: None = None
 
     def __post_init__(self) -> None:

@@ -27,7 +27,8 @@ class CompletionRequest(GenerationFields, kw_only=True):
     logprobs: Logprobs | None = None
     echo: bool | None = None
     add_special_tokens: bool | None = None
-    suffix: None = None
+    suffix: str | None = None
+    """Text after what is generated, for models that can fill in the middle."""
     prompt_embeds: None = None
 
     @property
@@ -47,6 +48,11 @@ class CompletionRequest(GenerationFields, kw_only=True):
             raise bad_request("beam search returns logprobs of the chosen tokens only: logprobs must be 0", "logprobs")
         if self.use_beam_search and self.echo and self.logprobs is not None:
             raise bad_request("beam search does not score its prompt: leave out echo or logprobs", "echo")
+
+        if self.suffix and self.echo:
+            for name in ("logprobs", "prompt_logprobs", "truncate_prompt_tokens"):
+                if getattr(self, name) is not None:
+                    raise bad_request(f"suffix and echo cannot be combined with {name}", name)
 
     @property
     def prompts(self) -> list[str | list[int]]:

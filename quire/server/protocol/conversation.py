@@ -230,3 +230,20 @@ class ReasoningSwitch(Body):
     max_tokens: Hint = None
     summary: Hint = None
     generate_summary: Hint = None
+
+
+class Prediction(Body):
+    """The answer as the client expects it to be."""
+
+    content: str | list[Part]
+    type: Literal["content"] = "content"
+
+    @property
+    def text(self) -> str:
+        """All of it; raises 400 for a part that is not text."""
+        if isinstance(self.content, str):
+            return self.content
+        texts = [part.get("text") for part in self.content]
+        if any(not isinstance(text, str) for text in texts):
+            raise bad_request("prediction.content holds a part that is not text", "prediction")
+        return "".join(map(str, texts))
