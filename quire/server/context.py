@@ -85,10 +85,13 @@ class ServerContext:
             engines * config.max_queued_requests,
             engines * (QUEUED_CACHE_SIZES * info.cache_tokens if max_tokens is None else max_tokens),
         )
+        self.stored = StoredResponses(llm, config)
+        """Responses and conversations that clients can refer to."""
         self.metrics = ServerMetrics(
             llm, self.names[0], config.vllm_metric_names, self.supervisor, self.admission,
             list(zip(llm.replicas, self.supervisor.each, strict=True)),
             tuple if llm.router is None else llm.router.stats,
+            self.stored,
         )  # fmt: skip
         endpoint = config.otlp_traces_endpoint
         self._traces = None if endpoint is None else make_traces(endpoint, self.names[0])
@@ -104,8 +107,6 @@ class ServerContext:
         }
         self.max_new_tokens: int | None = generation.get("max_new_tokens") or None
         """The model's own limit on generated tokens, for requests without one."""
-        self.stored = StoredResponses(llm, config)
-        """Responses and conversations that clients can refer to."""
         self._stall_check: asyncio.Task[None] | None = None
         self._reloading: asyncio.Task[None] | None = None
 

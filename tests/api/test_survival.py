@@ -15,10 +15,16 @@ import pytest
 
 from quire import LLM, AsyncLLM, RequestOutput, RequestOutputKind, SamplingParams, StructuredOutputsParams
 from quire.api.async_sessions import AsyncSession
+from quire.api.engine import LLMEngine
 from quire.api.replica import Replica
-from quire.errors import EngineDeadError
+from quire.config import EngineConfig
+from quire.engine.core import EngineCore
+from quire.engine.engine_info import EngineInfo
+from quire.engine.setup import make_engine
+from quire.errors import ConfigError, EngineDeadError, RankLostError
 from quire.messages.beams import BeamSearchParams
 from quire.messages.outputs import CompletionOutput
+from quire.messages.plan import StepPlan
 from tests.executor.test_multiprocess import ranks_of
 
 T = TypeVar("T")
@@ -233,6 +239,75 @@ class TestRanks:
         assert session.tokens == again.tokens
         for one in (both, llm):
             one.sessions.delete("s")
+
+
+class LosesRanks:
+    """Makes engines in this process that are lost, as if by a rank, in a step where a request `guilty` begins."""
+
+    def __init__(self, guilty: Callable[[str], bool]) -> None:
+        self._guilty = guilty
+        self.engines = 0
+
+    def make(self, *arguments: Any) -> tuple[EngineCore, EngineInfo]:
+        self.engines += 1
+        core, info = make_engine(*arguments)
+        submit = core._executor.submit
+
+        def submit_or_die(plan: StepPlan) -> Any:
+            if any(self._guilty(row.request) for row in plan.add):
+                raise RankLostError("rank 1 of 2 was killed by SIGKILL")
+            return submit(plan)
+
+        core._executor.submit = submit_or_die  # type: ignore[method-assign]
+        return core, info
+
+
+class TestLostRanksOfAnLLM:
+    def test_a_request_that_loses_ranks_is_found_and_the_others_go_on(
+        self, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, llm: LLM
+    ) -> None:
+        ranks = LosesRanks(lambda request: request == "bad")
+        monkeypatch.setattr("quire.api.engine.make_engine", ranks.make)
+        asked = [params(), params(temperature=1.0, seed=5, n=3), params(max_tokens=4)]
+        expected = [plain(llm.generate(PROMPT, one, use_tqdm=False)[0]) for one in asked]
+        engine = LLMEngine(EngineConfig(model=str(tiny_model), **SETTINGS))
+        for i, one in enumerate(asked):
+            engine.add_request(str(i), PROMPT, one)
+        engine.step()
+        engine.add_request("bad", "abc", params())
+        engine.add_request("gone", PROMPT, params())
+        outputs: dict[str, RequestOutput] = {}
+        while engine.has_unfinished_requests():
+            outputs |= {one.request_id: one for one in engine.step()}
+            if ranks.engines == 3 and "late" not in engine._outputs and "late" not in outputs:
+                engine.abort_request("gone")
+                engine.add_request("late", PROMPT, asked[0])
+        assert [plain(outputs[str(i)]) for i in range(3)] == expected and plain(outputs["late"]) == expected[0]
+        bad = outputs["bad"]
+        assert bad.finished and bad.outputs[0].finish_reason == "error" and bad.error is not None
+        assert re.match("the engine died [34] times while this request ran.*rank 1 of 2 was killed", bad.error)
+        assert ranks.engines in (4, 5) and "gone" not in engine._outputs
+        engine.check_idle()
+        engine.shutdown()
+
+    def test_ranks_that_are_lost_again_and_again_are_given_up(
+        self, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        ranks = LosesRanks(lambda request: True)
+        monkeypatch.setattr("quire.api.engine.make_engine", ranks.make)
+        engine = LLMEngine(EngineConfig(model=str(tiny_model), **SETTINGS, max_engine_restarts=1))
+        engine.add_request("a", PROMPT, params())
+        with pytest.raises(EngineDeadError, match="rank 1 of 2 was killed by SIGKILL"):
+            while True:
+                engine.step()
+        assert ranks.engines == 2
+        engine.shutdown()
+
+
+@pytest.mark.parametrize("value", [-1, 1.5, "2", True])
+def test_a_number_of_restarts_is_checked(value: Any) -> None:
+    with pytest.raises(ConfigError, match="max_engine_restarts must be an integer of at least 0"):
+        EngineConfig(max_engine_restarts=value)
 
 
 def wait_for(condition: Callable[[], bool]) -> Coroutine[Any, Any, None]:

@@ -238,7 +238,7 @@ def test_requests_leave_no_reference_cycles(live: Live) -> None:
     memory."""
 
     def ask() -> None:
-        for body in ({}, {"stream": True}, {"prompt": ["abc", "abd"]}, {"prompt": 5}, {"temperature": 9}):
+        for body in ({}, {"stream": True}, {"prompt": ["abc", "abd"]}, {"prompt": 5}, {"temperature": -9}):
             live.post(TEXT, {"prompt": "abc", "max_tokens": 2, **body})
         live.post("/v1/embeddings", {"input": "abc"})
         live.client.get("/health")

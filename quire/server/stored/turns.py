@@ -214,9 +214,9 @@ class ResponseAnswer:
         """Store the response, and save its KV. False: it is not stored, and the client did not ask for it."""
         turn, context, branch = self.turn, self._context, self._branch
         store, session = context.stored.store, branch.key if branch is not None and branch.has_session else ""
+        add = store.finish if self._request.background else store.add
         try:
-            record = turn.record(self.writer.response, session)
-            await store.run(store.finish if self._request.background else store.add, record)
+            await store.run(lambda: add(turn.record(self.writer.response, session)))
         except StoreError as error:
             self._drop_session()
             if self._request.store or self._request.background or turn.context.conversation is not None:
