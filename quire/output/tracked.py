@@ -120,12 +120,15 @@ class TrackedSequence:
         shown = len(self.text) if self.finish_reason else max(self._given_text, len(self.text) - self._stops.held)
         since_token, since_text = (self._given_tokens, self._given_text) if delta else (0, 0)
         self._given_tokens, self._given_text = len(self.tokens), shown
+        logprobs = self.logprobs
+        if delta and logprobs is not None:
+            self.logprobs = []  # a long stream would hold an object for every one it has sent
         return CompletionOutput(
             index=self.index,
             text=self.text[since_text:shown],
             token_ids=self.tokens[since_token:],
-            cumulative_logprob=None if self.logprobs is None else self.cumulative,
-            logprobs=None if self.logprobs is None else self.logprobs[since_token:],
+            cumulative_logprob=None if logprobs is None else self.cumulative,
+            logprobs=logprobs if delta or logprobs is None else list(logprobs),
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
         )

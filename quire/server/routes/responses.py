@@ -10,8 +10,8 @@ from quire.server.context import ServerContext
 from quire.server.dialects.responses_chat import as_chat
 from quire.server.dialects.responses_writer import ResponseWriter, new_response
 from quire.server.errors import ApiError
-from quire.server.http import Exchange, named_event
-from quire.server.logprobs import chat_logprobs
+from quire.server.http import Exchange, encode, named_event
+from quire.server.logprobs import chat_logprobs, takes_long
 from quire.server.protocol.chat import TokenLogprob
 from quire.server.protocol.response_events import AnyResponseEvent, ResponseEvent
 from quire.server.protocol.responses import ResponseObject, ResponsesRequest
@@ -41,10 +41,11 @@ async def _send(
     reason = None
     async with aclosing(generation.pieces()) as pieces:
         async for piece in pieces:
-            writer.write(piece.deltas, _logprobs(request, piece))
+            writer.write(piece.deltas, await exchange.call(_is_long(request, piece), _logprobs, request, piece))
             reason = piece.finish_reason
     writer.finish(reason, generation.counter.usage)
-    await exchange.reply(writer.response)
+    is_long = takes_long(generation.counter.completion, _logprobs_each(request))
+    await exchange.reply(await exchange.call(is_long, encode, writer.response))
 
 
 async def _stream(
@@ -61,11 +62,22 @@ async def _stream(
         async for piece in pieces:
             events = writer.start() if is_first else []
             is_first = False
-            events += writer.write(piece.deltas, _logprobs(request, piece))
+            is_long = _is_long(request, piece)
+            events += writer.write(piece.deltas, await exchange.call(is_long, _logprobs, request, piece))
             reason = piece.finish_reason
             if events:
-                await stream.send_bytes(_encoded(events))
-    await stream.close(_encoded(writer.finish(reason, generation.counter.usage)))
+                await stream.send_bytes(await exchange.call(is_long, _encoded, events))
+    is_long = takes_long(generation.counter.completion, _logprobs_each(request))
+    last = writer.finish(reason, generation.counter.usage)
+    await stream.close(await exchange.call(is_long, _encoded, last))
+
+
+def _logprobs_each(request: ResponsesRequest) -> int | None:
+    return (request.top_logprobs or 0) if request.wants_logprobs else None
+
+
+def _is_long(request: ResponsesRequest, piece: AnswerPiece) -> bool:
+    return takes_long(len(piece.sequence.token_ids), _logprobs_each(request))
 
 
 def _logprobs(request: ResponsesRequest, piece: AnswerPiece) -> list[TokenLogprob]:
