@@ -16,7 +16,7 @@ from quire.messages.structured import StructuredOutputsParams
 
 WARM_UP, ROUNDS = 6, 6
 MAY_GROW = 32 << 10
-"""Bytes over ROUNDS rounds: free lists of small objects, and what the log of sessions remembers of deleted ones until its
+"""Bytes over ROUNDS rounds: free lists of small objects, and what the log remembers of deleted sessions until its
 file is cleaned. The tokens of 120 requests are more."""
 PLAIN = ("list", "dict", "set", "tuple", "Tensor", "ndarray", "function", "method", "cell", "generator", "finalize")
 

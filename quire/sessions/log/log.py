@@ -40,6 +40,7 @@ logger = logging.getLogger(__name__)
 STEP_BYTES = 1 << 20
 """Files grow in such steps: most commits then do not change a file's length, and a full disk is noticed early."""
 
+SHORT_FILE_BYTES = 4 << 20
 SMALLEST_RESERVE_BYTES = 512
 
 
@@ -113,6 +114,9 @@ class SessionLog:
     ) -> None:
         self.folder = folder
         self.file_bytes = file_bytes
+        """Length of a file in a long log…"""
+        self.roll_bytes = min(file_bytes, SHORT_FILE_BYTES)
+        """…and of the newest one: a short log has short files, which are cleaned sooner."""
         self.files: dict[int, LogFile] = {}
         self._active: LogFile | None = None
         self._lock = lock
@@ -312,7 +316,7 @@ class SessionLog:
         # One file and one write: a failed append then leaves nothing behind.
         sizes = [frame_bytes(len(frame.payload), len(frame.name.encode())) for frame in frames]
         file = self._active
-        if file is None or (file.end + sum(sizes) > self.file_bytes and file.end > BODY):
+        if file is None or (file.end + sum(sizes) > self.roll_bytes and file.end > BODY):
             file = self._roll()
         addresses, offset = [], file.end
         for size in sizes:
@@ -340,7 +344,7 @@ class SessionLog:
 
     def _reserve(self, file: LogFile, end: int) -> None:
         """Allocate the file up to `end`, and a step more if the disk has room."""
-        for room in (max(end, min(file.room + STEP_BYTES, self.file_bytes)), end):
+        for room in (max(end, min(file.room + STEP_BYTES, self.roll_bytes)), end):
             try:
                 os.posix_fallocate(file.fd, file.room, room - file.room)
             except OSError:
@@ -354,6 +358,7 @@ class SessionLog:
         """Seal the newest file and start another."""
         if (full := self._active) is not None:
             self._seal(full)
+        self.roll_bytes = min(self.file_bytes, max(SHORT_FILE_BYTES, self.size // 8))
         self._last_number += 1
         number = self._last_number
         path = self._path(number, ".log")
