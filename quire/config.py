@@ -19,6 +19,7 @@ KV_CACHE_DTYPES = (
     *("fp8", "fp8_e4m3", "fp8_per_token_head", "int8_per_token_head"),
 )
 LOAD_FORMATS = ("auto", "safetensors", "pt", "gguf", "dummy")
+CPU_WEIGHTS = ("dense", "packed")
 MODEL_IMPLS = ("auto", "quire", "vllm", "transformers")
 
 
@@ -67,6 +68,14 @@ class EngineConfig:
         "gptq, compressed-tensors, …: refuse a checkpoint of another kind",
         "model",
     )
+    cpu_weights: str = option(
+        "dense",
+        "On a CPU, the matrices of a GGUF file: dense: dequantized while loading; packed: kept in the file's few bits and "
+        "multiplied with activations rounded to 8 bits: faster, in a fifth of the memory, and with other tokens where "
+        "two are close",
+        "model",
+        choices=CPU_WEIGHTS,
+    )
     weight_copy_share: float = option(
         0.2,
         "Share of the free device memory that 16-bit copies of weight-only quantized weights (int4, fp4, GGUF) may "
@@ -79,9 +88,19 @@ class EngineConfig:
     )
     max_logprobs: int = option(20, "Most logprobs a request may ask for; -1: the whole vocabulary", "model")
     generation_config: str = option(
-        "auto", "auto: generation_config.json of the model sets defaults and extra end tokens; none, vllm: ignore it",
-        "model", choices=("auto", "none", "vllm"),
-    )  # fmt: skip
+        "auto",
+        "auto: generation_config.json of the model sets defaults and extra end tokens; none, vllm: ignore it; or a "
+        "folder that has another",
+        "model",
+    )
+    override_generation_config: Mapping[str, Any] | None = option(
+        None,
+        'Sampling defaults that override those of generation_config, as {"temperature": 0.6} (JSON)',
+        "model",
+    )
+    disable_any_whitespace: bool = option(
+        False, "JSON of structured outputs on one line, as if every request had disable_any_whitespace", "model"
+    )
     pooling: str = option(
         "last",
         "How an embedding is pooled unless the request says: the last token's hidden state, or the mean of all tokens'",
@@ -94,6 +113,12 @@ class EngineConfig:
     )
 
     device: str = option("auto", "Device of the model: auto, cpu, cuda, or a platform by dotted path", "device")
+    threads: int = option(
+        0,
+        "Threads that an engine computes on, on a CPU, its ranks together; 0: OMP_NUM_THREADS, else as many as its "
+        "processor affinity and the CPU quota of its container allow",
+        "device",
+    )
     attention_backend: str = option("auto", "Attention backend, by name or dotted path", "device")
     enforce_eager: bool = option(False, "Do not capture CUDA graphs", "device")
     batch_invariant: bool = option(
@@ -121,6 +146,12 @@ class EngineConfig:
         "prefix",
         "With data_parallel_size > 1, which engine gets a request: prefix (the one that has its prompt cached, unless "
         "its wait is longer), least_loaded, or a dotted path",
+        "device",
+    )
+    max_engine_restarts: int = option(
+        5,
+        "How often in a row, without a token in between, an engine that died is replaced by a new one, where its "
+        "requests go on, before they fail; 0: they fail at once",
         "device",
     )
     distributed_executor_backend: str | None = option(
@@ -351,8 +382,11 @@ class EngineConfig:
 
     @property
     def cpu_kv_cache_bytes(self) -> int | None:
-        """QUIRE_CPU_KVCACHE_SPACE in bytes, or None if it is not set."""
-        text = os.environ.get("QUIRE_CPU_KVCACHE_SPACE", "")
+        """QUIRE_CPU_KVCACHE_SPACE (or vLLM's variable) in bytes, or None if it is not set."""
+        name = "QUIRE_CPU_KVCACHE_SPACE"
+        text = os.environ.get(name, "")
+        if not text and (theirs := os.environ.get("VLLM_CPU_KVCACHE_SPACE", "")) != "0":  # its 0 means unset
+            name, text = "VLLM_CPU_KVCACHE_SPACE", theirs
         if not text:
             return None
         try:
@@ -360,5 +394,5 @@ class EngineConfig:
         except ValueError:
             gib = -1.0
         if not 0 < gib < math.inf:
-            raise ConfigError(f"QUIRE_CPU_KVCACHE_SPACE must be a number of GiB above 0, got {text!r}")
+            raise ConfigError(f"{name} must be a number of GiB above 0, got {text!r}")
         return int(gib * 2**30)

@@ -38,7 +38,7 @@ class SessionAffinity:
     def __init__(self, group: EngineGroup, survives: bool) -> None:
         """`survives`: whether sessions outlive their engine."""
         self._group = group
-        self._survives = survives
+        self.survives = survives
         self._known: OrderedDict[str, int] = OrderedDict()
         """Number of the replica that holds a session, by the session's key."""
         self._creating: dict[str, tuple[asyncio.Lock, int]] = {}
@@ -56,9 +56,14 @@ class SessionAffinity:
         home = self.known(key)
         return self._any_replica() if home is None else self._check_alive(home, key)
 
+    def place(self, key: str, replica: Replica) -> None:
+        """The session is at this replica now."""
+        if self._group.router is not None:
+            self._remember(key, replica)
+
     def forget(self, replica: Replica) -> None:
         """The replica is dead, and with it its sessions, unless they survive."""
-        if not self._survives:
+        if not self.survives:
             for key in [key for key, number in self._known.items() if number == replica.number]:
                 del self._known[key]
 
@@ -139,7 +144,7 @@ class SessionAffinity:
             return home
         if (known := self.known(key)) is not None:  # another call has found or created it
             return self._check_alive(known, key)
-        if self._survives and (down := self._down()):
+        if self.survives and (down := self._down()):
             raise ReplicaDownError(
                 f"session {name_of(key)!r} is at none of the running replicas, and may be at one that is down; try "
                 f"again later: {down[0].dead_error}"
@@ -179,7 +184,7 @@ class SessionAffinity:
     def _all_replicas(self) -> list[Replica]:
         """All replicas that may hold sessions; raises if one of them is down."""
         alive = self._alive()
-        if self._survives and (down := self._down()):
+        if self.survives and (down := self._down()):
             raise ReplicaDownError(
                 f"some sessions are at a replica that is down; try again later: {down[0].dead_error}"
             )

@@ -127,6 +127,13 @@ SessionOp = Union[
 ]  # fmt: skip
 
 
+REPEATABLE = (
+    RewriteSession, CutSession, GetSession, TouchSession, ReadTokens, ListSessions, SuspendSession,
+    UpdateSession, RecoverSession, ExportSession,
+)  # fmt: skip
+"""Operations that have the same result when they are done twice."""
+
+
 class SessionAnswer(msgspec.Struct, omit_defaults=True):
     """The result of an operation: the field that it calls for."""
 

@@ -282,6 +282,8 @@ class SessionKeeper:
             )
         if source.num_sequences != 1 or source.beams is not None:
             raise ValidationError("a turn of a session has one sequence: n must be 1", "n", source.num_sequences)
+        if source.drawn:
+            self._take_back_turn(source)
         if self.tokens(source.session) != source.prompt:
             raise SessionBusyError(
                 f"session {name_of(source.session)!r} has changed since its tokens were read: try again"
@@ -295,6 +297,14 @@ class SessionKeeper:
         if not source.keys:
             source.keys = self.kv.known_keys(source.session, saved)
         return saved
+
+    def _take_back_turn(self, source: NewRequest) -> None:
+        """A turn goes on after its engine died: that engine may have appended the whole output, and died before it
+        reported the end. The output is appended again when this turn ends."""
+        tokens = self.tokens(source.session)
+        known = source.prompt + (source.drawn[0] or [])
+        if len(tokens) > len(source.prompt) and tokens[: len(known)] == known:
+            self.cut(source.session, len(source.prompt), durable=False)
 
     def end(self, request: Request, is_kept: bool) -> str | None:
         """End a turn; `is_kept`: append its output to the session. Returns the error if that failed."""

@@ -165,7 +165,7 @@ async def kills(
             assert (await asyncio.to_thread(attacked.stats))["restarts"] == restarts + killed
         is_over = True
         await asyncio.gather(*crowd)
-    assert users.ends["failed"] >= count
+    assert users.ends["failed"] == 0  # all went on at the next engine
     times.sort()
     print(
         f"{count} kills: {dict(users.ends)}; serving again after {times[count // 2]:.2f} s, at worst {times[-1]:.2f} s"
@@ -238,7 +238,7 @@ def test_requests_leave_no_reference_cycles(live: Live) -> None:
     memory."""
 
     def ask() -> None:
-        for body in ({}, {"stream": True}, {"prompt": ["abc", "abd"]}, {"prompt": 5}, {"temperature": 9}):
+        for body in ({}, {"stream": True}, {"prompt": ["abc", "abd"]}, {"prompt": 5}, {"temperature": -9}):
             live.post(TEXT, {"prompt": "abc", "max_tokens": 2, **body})
         live.post("/v1/embeddings", {"input": "abc"})
         live.client.get("/health")

@@ -8,9 +8,10 @@ from typing import Annotated, Any, Literal, Union
 import msgspec
 
 from quire.server.errors import bad_request
-from quire.server.protocol.chat import ChatMessage, ChatRequest, ChatTool, NamedTool
+from quire.server.protocol.chat import ChatRequest
 from quire.server.protocol.common import Body, check_free_form
 from quire.server.protocol.completions import CompletionRequest
+from quire.server.protocol.conversation import ChatMessage, ChatTool, NamedTool
 from quire.server.protocol.sampling import GenerationFields, session_names
 from quire.server.protocol.values import (
     NOT_EMPTY,

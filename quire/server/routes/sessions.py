@@ -18,8 +18,9 @@ from quire.server.context import ServerContext
 from quire.server.errors import ApiError, bad_request
 from quire.server.http import Exchange
 from quire.server.lifecycle.answer_watch import answering
-from quire.server.protocol.chat import ChatChunk, ChatMessage, ChatRequest, ChatResponse
+from quire.server.protocol.chat import ChatChunk, ChatRequest, ChatResponse
 from quire.server.protocol.completions import CompletionResponse
+from quire.server.protocol.conversation import ChatMessage
 from quire.server.protocol.sampling import session_names
 from quire.server.protocol.sessions import (
     LARGEST_PAGE,
