@@ -11,9 +11,9 @@ from functools import cached_property
 from types import TracebackType
 from typing import Any
 
-from quire.api.async_sessions import AsyncSessions, SessionTurn
+from quire.api.async_sessions import AsyncSessions, SessionTurn, Turn
 from quire.api.chat import ChatRenderer
-from quire.api.compat import check_call, engine_arguments
+from quire.api.compat import check_call, engine_arguments, no_such_method
 from quire.api.engine_group import EngineGroup
 from quire.api.inputs import AnyParams, InputProcessor, PromptType, check_params
 from quire.api.output_stream import OutputStream
@@ -136,7 +136,7 @@ class AsyncLLM:
         request_id: str | None,
         priority: int,
         tenant: str,
-        turn: SessionTurn | None = None,
+        turn: Turn | None = None,
         shares_id: bool = False,
     ) -> AsyncGenerator[RequestOutput, None]:
         """As `generate`. `turn`: set if the request is a session's turn. `shares_id`: as for `submit`."""
@@ -206,7 +206,7 @@ class AsyncLLM:
         request_id: str | None,
         priority: int,
         tenant: str,
-        turn: SessionTurn | None = None,
+        turn: Turn | None = None,
         shares_id: bool = False,
     ) -> OutputStream:
         """Check a request and send it to an engine; its outputs are read from the stream, until `leave`. `shares_id`:
@@ -221,7 +221,7 @@ class AsyncLLM:
             raise ValidationError(f"request id {request_id!r} is in use", "request_id", request_id)
         params = self.get_default_sampling_params() if params is None else params
         stream = self._streams[request_id] = OutputStream(request_id, key)
-        begun: SessionTurn | None = None
+        begun: Turn | None = None
         try:
             make, arguments = self.inputs.make, (key, prompt, params, time.monotonic(), priority, tenant)
             is_short = _prompt_size(prompt) < LONG_PROMPT
@@ -413,6 +413,9 @@ class AsyncLLM:
             self._group.stop()
             self.work.close(WORK_SECONDS)
 
+    def __getattr__(self, name: str) -> Any:
+        raise no_such_method(self, name)
+
     async def __aenter__(self) -> AsyncLLM:
         return self
 
@@ -432,7 +435,8 @@ AsyncLLMEngine = AsyncLLM
 
 
 def _prompt_size(prompt: Any) -> int:
-    """Characters or token ids of a prompt; 0 for anything else."""
+    """Characters or token ids of a prompt and what comes with it; 0 for anything else."""
     if isinstance(prompt, Mapping):
-        prompt = prompt.get("prompt_token_ids", prompt.get("prompt"))
+        parts = (prompt.get("prompt_token_ids", prompt.get("prompt")), prompt.get("suffix"), prompt.get("prediction"))
+        return sum(map(_prompt_size, parts))
     return len(prompt) if hasattr(prompt, "__len__") else 0

@@ -35,6 +35,7 @@ from quire.server.observability.logs import AccessLog, RequestLog
 from quire.server.observability.metrics import ServerMetrics
 from quire.server.observability.observer import HttpListener, Observer
 from quire.server.observability.tracing import make_traces
+from quire.server.stored.background import StoredResponses
 from quire.server.tool_prompts import ToolPrompts
 
 logger = logging.getLogger(__name__)
@@ -84,17 +85,20 @@ class ServerContext:
             engines * config.max_queued_requests,
             engines * (QUEUED_CACHE_SIZES * info.cache_tokens if max_tokens is None else max_tokens),
         )
+        self.stored = StoredResponses(llm, config)
+        """Responses and conversations that clients can refer to."""
         self.metrics = ServerMetrics(
             llm, self.names[0], config.vllm_metric_names, self.supervisor, self.admission,
             list(zip(llm.replicas, self.supervisor.each, strict=True)),
             tuple if llm.router is None else llm.router.stats,
+            self.stored,
         )  # fmt: skip
         endpoint = config.otlp_traces_endpoint
         self._traces = None if endpoint is None else make_traces(endpoint, self.names[0])
         http: list[HttpListener] = [self.metrics, *([AccessLog()] if config.access_log else [])]
         self.observer = Observer(
             self.metrics,
-            *([RequestLog()] if config.enable_log_requests else []),
+            *([RequestLog(config.max_log_len)] if config.enable_log_requests else []),
             http=http if self._traces is None else [*http, self._traces],
         )
         generation = read_generation_config(info.files, llm.config)
@@ -111,6 +115,7 @@ class ServerContext:
     async def start(self) -> None:
         """Start supervision; call it in the event loop, before requests come."""
         self.supervisor.start()
+        self.stored.start()
         self._stall_check = asyncio.ensure_future(self._disconnect_stalled())
 
     async def stop(self) -> None:
@@ -118,6 +123,7 @@ class ServerContext:
         for task in (self._stall_check, self._reloading):
             if task is not None:
                 task.cancel()
+        await self.stored.stop()
         await self.supervisor.stop()
         if self._traces is not None:
             await asyncio.to_thread(self._traces.shutdown)
@@ -126,7 +132,7 @@ class ServerContext:
         """Take no more requests, wait for the open ones for `seconds`, then interrupt the rest."""
         self.is_draining = True
         deadline = time.monotonic() + seconds
-        while self.exchanges and time.monotonic() < deadline:
+        while (self.exchanges or self.stored.background.running) and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
         for exchange in list(self.exchanges):
             exchange.interrupt(unavailable("the server is shutting down; the request was interrupted"))
@@ -184,8 +190,8 @@ class ServerContext:
             raise unavailable(f"the engine is not running: {self.supervisor.status}", self.retry_after)
 
     def check_model(self, name: str | None) -> None:
-        """Raise 404 for a model that is not served; None is the served one."""
-        if name is not None and name not in self.names:
+        """Raise 404 for a model that is not served, unless any name will do; None is the served one."""
+        if name is not None and name not in self.names and not self.config.accept_any_model_name:
             shown = short_repr(name)
             raise not_found(f"the model {shown} is not served here; available: {', '.join(self.names)}", "model")
 
@@ -200,13 +206,21 @@ class ServerContext:
         return encoder
 
     def tokenize(
-        self, text: str, add_special_tokens: bool = True, keep: int | None = None, field: str = "input_text"
+        self,
+        text: str,
+        add_special_tokens: bool = True,
+        keep: int | None = None,
+        field: str = "input_text",
+        from_start: bool = False,
     ) -> list[int]:
-        """Text as token ids. Raises for a text that cannot fit, unless only the last `keep` tokens are wanted (-1: as
-        many as fit)."""
+        """Text as token ids. Raises for a text that cannot fit, unless only `keep` tokens are wanted (-1: as many as
+        fit): the last ones, or with `from_start` the first."""
         if keep is None:
             return self.texts.encode(text, field, add_special_tokens)
-        return self.texts.encode_end(text, self.max_model_len if keep < 0 else keep, field, add_special_tokens)
+        keep = self.max_model_len if keep < 0 else keep
+        if from_start:
+            return self.texts.encode_start(text, keep, field, add_special_tokens)[:keep]
+        return self.texts.encode_end(text, keep, field, add_special_tokens)
 
     @functools.cached_property
     def vocabulary(self) -> Vocabulary | None:

@@ -12,13 +12,13 @@ import pytest
 
 from quire.api import vllm_environment
 from quire.api.compat import engine_arguments
-from quire.api.vllm_arguments import BATCH, CALL, ENGINE, SERVER, ForeignArgument
-from quire.cli import run_batch, serve
+from quire.cli import run_batch, serve, vllm_page
 from quire.cli.engine_flags import flag
 from quire.cli.parser import Parser, UsageError
 from quire.config import EngineConfig
 from quire.errors import ConfigError
 from quire.server.config import ServerConfig
+from quire.vllm_arguments import BATCH, CALL, ENGINE, SERVER, ForeignArgument
 
 NAMES = json.loads((Path(__file__).parents[1] / "data" / "vllm_arguments.json").read_text())
 """vLLM's arguments in its releases 0.6 to 0.33: (name, where, kind of flag, default, last release that has it)."""
@@ -110,17 +110,15 @@ def test_what_would_have_an_effect_is_refused_by_name_as_keyword_and_as_flag(row
     with pytest.raises(ConfigError, match=rf"{row.name}.* is not supported by quire: .+") as refused:
         engine_arguments({row.name: value})
     assert refused.value.parameter == row.name
-    if row.name in ("reasoning_parser", "otlp_traces_endpoint"):
-        return  # flags of the server
+    if row.name in ("reasoning_parser", "otlp_traces_endpoint", "structured_outputs_config"):
+        return  # flags of the server, and one that is translated
     arguments = written(row.name, row.kind, [value] if row.kind == "list" else value)
     with pytest.raises(UsageError, match=rf"{flag(row.name)}: {row.name}.* is not supported by quire: .+"):
         parse(*arguments)
 
 
-def test_no_argument_is_both_a_setting_and_in_the_table():
-    fields = set(EngineConfig.__dataclass_fields__)
-    assert not fields & set(ENGINE)
-    assert not set(ServerConfig.__dataclass_fields__) & set(SERVER)
+def test_no_argument_is_both_an_engine_setting_and_in_the_table():
+    assert not set(EngineConfig.__dataclass_fields__) & set(ENGINE)
 
 
 # Forms
@@ -139,6 +137,12 @@ def test_no_argument_is_both_a_setting_and_in_the_table():
         (["--device-memory-utilization", "0.5"], "gpu_memory_utilization", 0.5),
         (["--kv-offloading-size", "2"], "swap_space", 2.0),
         (["--load-format", "hf"], "load_format", "auto"),
+        (["-q", "auto_awq"], "quantization", "awq"),
+        (["--rope-scaling", '{"rope_type": "yarn", "factor": 4.0}'], "hf_overrides",
+         {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}),
+        (["--rope-theta", "1e6", "--hf-overrides.a", "1"], "hf_overrides", {"rope_theta": 1e6, "a": 1}),
+        (["--rope-scaling", "{}"], "hf_overrides", None),
+        (["--quantization", "fp8"], "quantization", "fp8"),
         (["--load-format", "runai_streamer"], "load_format", "safetensors"),
         (["--attention-backend", "FLASHINFER"], "attention_backend", "auto"),
         (["--pooler-config", '{"pooling_type": "MEAN", "normalize": true}'], "pooling", "mean"),
@@ -147,6 +151,8 @@ def test_no_argument_is_both_a_setting_and_in_the_table():
         (["--hf-overrides.names+", "a", "--hf-overrides.names+=b,c"], "hf_overrides", {"names": ["a", "b", "c"]}),
         (["-sc.method", "ngram", "-sc.num_speculative_tokens=2"], "speculative_config",
          {"method": "ngram", "num_speculative_tokens": 2}),
+        (["--structured-outputs-config.disable_any_whitespace", "true"], "disable_any_whitespace", True),
+        (["--structured-outputs-config", '{"disable_any_whitespace": false}'], "disable_any_whitespace", False),
         (["--override-generation-config", '{"temperature": 0.5}'], "override_generation_config", {"temperature": 0.5}),
     ],
     ids=str,
@@ -182,7 +188,6 @@ def test_forms_without_effect(arguments):
         (["--enable-lora"], "adapters"),
         (["--enable-lora=true"], "adapters"),
         (["--lora-modules", "sql=/adapters/sql"], "adapters"),
-        (["--structured-outputs-config.enable_in_reasoning", "true"], "structured_outputs_config.enable_in_reasoning"),
         (["--kv-transfer-config", '{"kv_connector": "NixlConnector"}'], "kv_disk"),
         (["--data-parallel-rank", "0"], "Ray"),
         (["--nnodes", "2"], "Ray"),
@@ -207,6 +212,8 @@ def test_refusals_say_what_to_do(arguments, told):
         ({"override_pooler_config": {"normalize": False}}, "override_pooler_config.normalize"),
         ({"pooler_config": 3}, "pooler_config=3"),
         ({"device_memory_utilization": 0.5, "gpu_memory_utilization": 0.6}, "gpu_memory_utilization"),
+        ({"structured_outputs_config": {"enable_in_reasoning": True}}, "structured_outputs_config.enable_in_reasoning"),
+        ({"structured_outputs_config": 5}, "structured_outputs_config=5"),
         ({"frobnicate": 1}, "frobnicate"),
         ({"host": "0.0.0.0"}, "host"),
     ],
@@ -215,6 +222,11 @@ def test_refusals_say_what_to_do(arguments, told):
 def test_keywords_that_are_refused(settings, told):
     with pytest.raises(ConfigError, match=told):
         engine_arguments(settings)
+
+
+def test_an_object_that_is_refused_on_the_command_line():
+    with pytest.raises(ConfigError, match="structured_outputs_config.reasoning_parser='qwen3' is not supported"):
+        configurations("--structured-outputs-config.reasoning_parser", "qwen3")
 
 
 def test_a_list_in_json_ends_where_it_ends():
@@ -243,6 +255,21 @@ def test_limits_and_logs_under_vllms_names():
     assert configurations("--no-disable-uvicorn-access-log")[1].access_log
 
 
+@pytest.mark.parametrize(
+    "arguments, is_on",
+    [
+        (["--disable-log-requests"], False),
+        (["--enable-log-requests", "--disable-log-requests"], False),
+        (["--disable-log-requests=false"], True),
+        (["--no-disable-log-requests"], True),
+        (["--disable-log-requests", "--enable-log-requests"], True),
+    ],
+    ids=str,
+)
+def test_whether_prompts_are_logged_is_what_the_last_flag_says(arguments, is_on):
+    assert configurations(*arguments)[1].enable_log_requests == is_on
+
+
 def test_a_configuration_file_of_vllm(tmp_path):
     (tmp_path / "vllm.yaml").write_text(
         "model: a-model\nhost: 0.0.0.0\nport: 6379\nuvicorn-log-level: info\nenable_lora: false\n"
@@ -256,3 +283,19 @@ def test_a_configuration_file_of_vllm(tmp_path):
     (tmp_path / "vllm.yaml").write_text("enable-lora: true\n")
     with pytest.raises(UsageError, match="--enable-lora.*adapters"):
         serve.with_file(parse(), tmp_path / "vllm.yaml")
+
+
+# The page
+
+
+def test_the_page_for_those_who_move_is_up_to_date():
+    assert (Path(__file__).parents[2] / "docs/from-vllm.md").read_text() == vllm_page.page(), "run `make docs`"
+
+
+def test_the_page_has_every_argument_and_variable():
+    page = vllm_page.page()
+    for name, *_ in NAMES:
+        if name in ENGINE or name in BATCH or (name in SERVER and name not in ServerConfig.__dataclass_fields__):
+            assert f"`--{name.replace('_', '-')}`" in page or f"`{name}`" in page, name
+    for name in (*vllm_environment.VARIABLES, *CALL):
+        assert f"`{name}`" in page
