@@ -26,6 +26,11 @@ def cache_dir(*parts: str) -> Path:
     return root.joinpath(*(_checked(part) for part in parts))
 
 
+def scratch_prefix(pid: int) -> str:
+    """How the names of temporary folders begin that hold the sessions of the engine with this process."""
+    return f"quire-sessions-{pid}-"
+
+
 def child_environment() -> dict[str, str]:
     """For a child process: it imports quire from the same place as this one, not from its current folder."""
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)

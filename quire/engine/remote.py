@@ -6,12 +6,15 @@ import asyncio
 import contextlib
 import logging
 import os
+import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -25,7 +28,7 @@ from quire.kvcache.prefix_cache import ContentKeys
 from quire.loading.files import ModelFiles
 from quire.loading.model_config import ModelConfig
 from quire.messages.frames import FrameSplitter, SocketReader
-from quire.paths import child_environment
+from quire.paths import child_environment, scratch_prefix
 
 logger = logging.getLogger(__name__)
 
@@ -279,3 +282,5 @@ def _kill(process: subprocess.Popen[bytes], sock: socket.socket, owner: int) -> 
             "the engine's process (pid %d) was killed and has not exited after %g s", process.pid, KILL_SECONDS
         )
     sock.close()
+    for folder in Path(tempfile.gettempdir()).glob(f"{scratch_prefix(process.pid)}*"):  # a killed process leaves them
+        shutil.rmtree(folder, ignore_errors=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import tempfile
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from quire.kvcache.prefix_cache import ContentKeys
 from quire.loading.files import ModelFiles
 from quire.loading.model_config import ModelConfig, tokens_fingerprint, weights_fingerprint
 from quire.models.registry import implementation
+from quire.paths import scratch_prefix
 from quire.quantization.find import on_load_identity
 from quire.sessions.keeper import SessionKeeper
 from quire.sessions.log import SessionStore
@@ -95,7 +97,7 @@ def make_sessions(
     blocks = None if tiers is None else tiers.store
     scratch = None
     if config.kv_disk is None:
-        scratch = tempfile.TemporaryDirectory(prefix="quire-sessions-", ignore_cleanup_errors=True)
+        scratch = tempfile.TemporaryDirectory(prefix=scratch_prefix(os.getpid()), ignore_cleanup_errors=True)
         _scratch.append(scratch)
         store = SessionStore.open(scratch.name)
     else:
