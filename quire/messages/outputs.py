@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, MutableSequence, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableSequence, Sequence
 from dataclasses import Field, dataclass, field, fields, make_dataclass
 from typing import Any, ClassVar
 
@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 from quire.messages.beams import Hypothesis
 from quire.messages.plan import PromptLogprobs, TokenLogprobs
 
+PIECE_LOGPROBS = 4096
+"""Logprobs of prompts in one piece of a step's outputs: a few milliseconds."""
 Key = tuple[str, int]
 """A request's id and the number of its sequence."""
 
@@ -99,6 +101,21 @@ class StepOutputs(msgspec.Struct):
     def _add_logprobs(self, logprobs: Mapping[int, TokenLogprobs]) -> None:
         if logprobs:
             self.logprobs.update({len(self.tokens) + i: entry for i, entry in logprobs.items()})
+
+    def pieces(self) -> Iterator[StepOutputs]:
+        """The same outputs with few logprobs of prompts in each piece: the process that reads them has other work."""
+        few: list[tuple[Key, PromptLogprobs]] = []
+        count = 0
+        for key, found in self.prompt_logprobs:
+            for part in found.parts(PIECE_LOGPROBS):
+                size = sum(len(entry.ids) for entry in part.entries)
+                if count and count + size > PIECE_LOGPROBS:
+                    yield StepOutputs(prompt_logprobs=few)
+                    few, count = [], 0
+                few.append((key, part))
+                count += size
+        self.prompt_logprobs = few
+        yield self
 
     @property
     def is_empty(self) -> bool:

@@ -117,10 +117,13 @@ class TrackedSequence:
         self.text = self.text[: found[1]]
         return found[0]
 
-    def _given_logprobs(self, since: int) -> list[dict[int, Logprob]] | FlatLogprobs | None:
+    def _given_logprobs(self, delta: bool) -> list[dict[int, Logprob]] | FlatLogprobs | None:
         if self.logprobs is None:
             return None
-        return FlatLogprobs.of(self.logprobs[since:]) if self._params.flat_logprobs else self.logprobs[since:]
+        given = self.logprobs if delta else list(self.logprobs)
+        if delta:
+            self.logprobs = []  # a long stream would hold an object for every one it has sent
+        return FlatLogprobs.of(given) if self._params.flat_logprobs else given
 
     def view(self, delta: bool) -> CompletionOutput:
         """The sequence's output: everything so far, or what is new since the last call."""
@@ -132,7 +135,7 @@ class TrackedSequence:
             text=self.text[since_text:shown],
             token_ids=self.tokens[since_token:],
             cumulative_logprob=None if self.logprobs is None else self.cumulative,
-            logprobs=self._given_logprobs(since_token),
+            logprobs=self._given_logprobs(delta),
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
         )

@@ -52,6 +52,19 @@ def surroundings(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def slow_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first null engines are so slow that no request ends before they are replaced; later ones are fast."""
+    monkeypatch.setenv("NULL_ENGINE_PACE", "20")
+    adopt = Replica.adopt
+
+    def adopt_and_hurry(replica: Replica) -> None:
+        adopt(replica)
+        os.environ["NULL_ENGINE_PACE"] = "1000"
+
+    monkeypatch.setattr(Replica, "adopt", adopt_and_hurry)
+
+
+@pytest.fixture
 def die(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]:
     """`die(requests, tokens, …)`: when engines that are started from now on die, see `dying_engine`."""
     file = tmp_path / "dying"
@@ -338,6 +351,7 @@ class TestCulprits:
         run(work())
 
 
+@pytest.mark.usefixtures("slow_first")
 class TestWaiting:
     def test_requests_wait_for_an_engine_that_is_being_restarted(self, tiny_model: Path) -> None:
         async def work() -> None:
@@ -345,19 +359,19 @@ class TestWaiting:
                 (replica,) = own.replicas
                 stream = own.generate(PROMPT, params(max_tokens=200), "a")
                 await anext(stream)
-                os.kill(replica.pid, signal.SIGKILL)
-                await wait_for(lambda: bool(replica.death))
-                late = asyncio.ensure_future(read(own, params()))
-                await wait_for(lambda: own.num_open_requests == 2)
-                await own.abort("a")
-                assert [one async for one in stream][-1].outputs[0].finish_reason == "abort"  # at once
-                left = own.generate(PROMPT, params())
-                waiting = asyncio.ensure_future(anext(left))
-                await wait_for(lambda: own.num_open_requests == 2)
-                assert replica.death
-                waiting.cancel()
-                await asyncio.gather(waiting, return_exceptions=True)
-                await wait_for(lambda: own.num_open_requests == 1)
+                async with replica._restarting:  # no other engine is started meanwhile
+                    os.kill(replica.pid, signal.SIGKILL)
+                    await wait_for(lambda: bool(replica.death))
+                    late = asyncio.ensure_future(read(own, params()))
+                    await wait_for(lambda: own.num_open_requests == 2)
+                    await own.abort("a")
+                    assert [one async for one in stream][-1].outputs[0].finish_reason == "abort"  # at once
+                    waiting = asyncio.ensure_future(anext(own.generate(PROMPT, params())))
+                    await wait_for(lambda: own.num_open_requests == 2)
+                    waiting.cancel()
+                    await asyncio.gather(waiting, return_exceptions=True)
+                    await wait_for(lambda: own.num_open_requests == 1)
+                    assert replica.death and not late.done()
                 assert len((await late).outputs[0].token_ids) == LENGTH
                 await assert_idle(own)
 
@@ -366,6 +380,8 @@ class TestWaiting:
     def test_an_engine_that_cannot_be_restarted_fails_its_requests(
         self, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
+        start = Replica.start
+
         def fail(replica: Replica) -> None:
             raise OSError("no more processes")
 
@@ -381,8 +397,7 @@ class TestWaiting:
                 with pytest.raises(EngineDeadError, match="SIGKILL"):
                     await read(own, params())
                 assert own.num_open_requests == 0 and not own.is_hopeful
-                monkeypatch.undo()
-                monkeypatch.setenv("NULL_ENGINE_PACE", "300")
+                monkeypatch.setattr(Replica, "start", start)
                 await own.restart()
                 assert len((await read(own, params())).outputs[0].token_ids) == LENGTH
 
@@ -393,7 +408,7 @@ class TestWaiting:
 
         async def work() -> None:
             async with NullLLM(tiny_model, **SETTINGS, max_engine_restarts=1) as own:
-                await read(own, params())
+                await read(own, params(max_tokens=3))
                 for failures in (1, 2):
                     await wait_for(lambda: not own.errored)
                     os.kill(own.replicas[0].pid, signal.SIGKILL)
@@ -405,6 +420,7 @@ class TestWaiting:
 
 
 class TestReload:
+    @pytest.mark.usefixtures("slow_first")
     @pytest.mark.parametrize("replicas", [1, 2])
     def test_a_reload_replaces_all_engines_and_loses_nothing(self, tiny_model: Path, replicas: int) -> None:
         async def work() -> None:
@@ -428,7 +444,7 @@ class TestReload:
 
     def test_with_time_requests_finish_where_they_are_and_new_ones_wait(self, tiny_model: Path) -> None:
         async def work() -> None:
-            async with NullLLM(tiny_model, **SETTINGS) as own:
+            async with NullLLM(tiny_model, **SETTINGS) as own:  # with 300 tokens a second
                 (replica,) = own.replicas
                 before = replica.pid
                 stream = asyncio.ensure_future(read(own, params()))

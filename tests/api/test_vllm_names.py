@@ -303,7 +303,7 @@ def test_the_generation_config_can_be_overridden(tiny_model: Path) -> None:
         params = llm.get_default_sampling_params()
         assert (params.temperature, params.max_tokens) == (0.25, 3)
         assert len(llm.generate([5, 6], use_tqdm=False)[0].outputs[0].token_ids) <= 3
-    for wrong, told in (({"temperature": 9}, "temperature"), ({"frobnicate": 1}, "frobnicate"), (3, "must map")):
+    for wrong, told in (({"temperature": -1}, "temperature"), ({"frobnicate": 1}, "frobnicate"), (3, "must map")):
         with pytest.raises(ConfigError, match=f"override_generation_config.*{told}"):
             LLM(tiny_model, override_generation_config=wrong, **TINY)
 

@@ -17,6 +17,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <type_traits>
 
 #include "pool.h"
 #include "simd.h"
@@ -43,6 +44,7 @@ constexpr int64_t kFours = kSpan / 4;
 constexpr int64_t kVector = kStrip * 4;              // bytes
 constexpr int64_t kParts = kStrip / kLanes;          // registers that a strip's vector takes
 constexpr int64_t kTile = 32;                        // rows of x: their sums stay in L1
+constexpr int kAtOnce = kRegisters == 32 ? 8 : 4;    // of them, whose sums are in registers
 constexpr int64_t kPieceBytes = 48 * 1024;           // of weight that a thread takes at a time
 constexpr int64_t kWorthSharing = 512 * 1024;        // multiply-adds: fewer take less time than waking a thread
 constexpr int64_t kWorthRounding = 64 * 1024;        // numbers of x: the same
@@ -64,6 +66,8 @@ struct Kind {
     static constexpr Scales kScales = scales;
     static constexpr Minimums kMinimums = minimums;
     static constexpr bool has_scale = scales != Scales::kNone;
+    // A sum of codes of x: multiplied with floats, or with integers.
+    using Sum = std::conditional_t<minimums == Minimums::kBlock, float, int32_t>;
     static constexpr bool has_minimum = minimums == Minimums::kBytes || minimums == Minimums::kNibbles;
 };
 using Q4_0 = Kind<4, 0, 32, 32, 8, Scales::kNone, Minimums::kNone>;
@@ -199,17 +203,24 @@ INLINE void unpack_span(const uint8_t* codes, const uint8_t* high, bytes (&fours
     }
 }
 
-// x in 8 bits: codes [rows, k], sums of a group's codes [rows, k / group], scales [rows, k / block].
+// x in 8 bits: fours of codes [rows / kAtOnce, k / 4, kAtOnce, 4], sums of a group's codes [rows / kAtOnce, k / group,
+// kAtOnce] and scales [rows / kAtOnce, k / block, kAtOnce]: rows that are multiplied at once lie side by side.
+template <class K>
 struct Rounded {
     int8_t* codes;
-    int32_t* sums;
+    typename K::Sum* sums;
     float* scales;
+
+    // Where number i of `count` of a row is.
+    static INLINE int64_t place(int64_t row, int64_t i, int64_t count) {
+        return (row / kAtOnce * count + i) * kAtOnce + row % kAtOnce;
+    }
 };
 
 template <class K, class T>
-void round_row(const T* x, int64_t k, int8_t* codes, int32_t* sums, float* scales) {
+void round_row(const T* x, int64_t row, int64_t k, const Rounded<K>& into) {
     float wide[K::kBlock];
-    for (int64_t b = 0; b < k; b += K::kBlock, codes += K::kBlock) {
+    for (int64_t b = 0; b < k; b += K::kBlock) {
         vec most{};
         bool is_number = true;
         for (int64_t i = 0; i < K::kBlock; i += kLanes) {
@@ -223,15 +234,19 @@ void round_row(const T* x, int64_t k, int8_t* codes, int32_t* sums, float* scale
         const bool is_zero = largest < kSmallest || !is_number;
         const float inverse = is_zero ? 0 : 127 / largest;
         // A number that is none makes every result of the row none, as it does in a product of floats.
-        scales[b / K::kBlock] = is_number ? (is_zero ? 0 : largest / 127) : std::numeric_limits<float>::quiet_NaN();
+        into.scales[Rounded<K>::place(row, b / K::kBlock, k / K::kBlock)] =
+            is_number ? (is_zero ? 0 : largest / 127) : std::numeric_limits<float>::quiet_NaN();
         int32_t rounded[K::kBlock];
         for (int64_t i = 0; i < K::kBlock; i++)
             rounded[i] = is_zero ? 0 : int32_t(__builtin_nearbyintf(wide[i] * inverse));
+        int8_t codes[K::kBlock];
         for (int64_t i = 0; i < K::kBlock; i++) codes[i] = int8_t(rounded[i]);
+        for (int64_t i = 0; i < K::kBlock; i += 4)
+            std::memcpy(into.codes + 4 * Rounded<K>::place(row, (b + i) / 4, k / 4), codes + i, 4);
         for (int64_t g = 0; g < K::kBlock / K::kGroup; g++) {
             int32_t sum = 0;
             for (int64_t i = 0; i < K::kGroup; i++) sum += rounded[g * K::kGroup + i];
-            sums[b / K::kGroup + g] = sum;
+            into.sums[Rounded<K>::place(row, b / K::kGroup + g, k / K::kGroup)] = sum;
         }
     }
 }
@@ -240,40 +255,57 @@ void round_row(const T* x, int64_t k, int8_t* codes, int32_t* sums, float* scale
 template <class K, class T>
 struct Tile {
     static constexpr int64_t kGroups = kSpan / K::kGroup;  // in a span
-    static constexpr int64_t kBlockGroups = K::kBlock / K::kGroup, kBlockSpans = K::kBlock / kSpan;
+    static constexpr int64_t kBlockSpans = K::kBlock / kSpan;
     static constexpr int kBits = K::kLow + K::kHigh;
 
     const Product<T>& p;
-    const Rounded& x;
+    const Rounded<K>& x;
     int64_t strip, lane;  // which strip, and which of its rows is the first lane
     int64_t m0, rows;     // of x
     vec out[kTile];
     ints totals[kTile], minimums[kTile];
 
-    // `count` rows of x from m on, group `g` of the weight's row, whose fours are `fours`.
+    // What rows of the weight have beside their codes: of a group, and of the block.
+    struct Scaling {
+        ints scale, minimum;
+        vec d, m;
+    };
+
+    // `count` rows of x from m on, group `g` of the weight's rows, whose fours are `fours`.
     template <int count>
-    INLINE void add_group(int64_t m, int64_t g, const bytes* fours, ints scale, ints minimum) {
-        constexpr int ways = count == 1 ? 4 : 2;  // sums at once: each waits for its last product
-        const int64_t groups = p.k / K::kGroup;
+    INLINE void add_group(int64_t m, int64_t g, const bytes* fours, const Scaling& by) {
+        constexpr int ways = count == 1 ? 4 : 1;  // sums at once: each waits for its last product
+        const float* x_scales = K::has_scale ? nullptr : x.scales + Rounded<K>::place(m0 + m, g, p.k / K::kBlock);
         ints sums[count][ways] = {};
+        const int8_t* codes = x.codes + 4 * Rounded<K>::place(m0 + m, g * (K::kGroup / 4), p.k / 4);
+        const typename K::Sum* x_sums = x.sums + Rounded<K>::place(m0 + m, g, p.k / K::kGroup);
         UNROLL
         for (int i = 0; i < K::kGroup / 4; i++)
             UNROLL
             for (int r = 0; r < count; r++)
-                dot<kBits>(sums[r][i % ways], fours[i], x.codes + (m0 + m + r) * p.k + g * K::kGroup + 4 * i);
+                dot<kBits>(sums[r][i % ways], fours[i], codes + (i * kAtOnce + r) * 4);
         UNROLL
         for (int r = 0; r < count; r++) {
-            const int32_t sum = x.sums[(m0 + m + r) * groups + g];
-            ints total = sums[r][0] + sums[r][1];
-            if constexpr (ways == 4) total += sums[r][2] + sums[r][3];
+            const typename K::Sum sum = x_sums[r];
+            ints total = sums[r][0];
+            if constexpr (ways == 4) total += sums[r][1] + (sums[r][2] + sums[r][3]);
             if constexpr (K::kZero != 0) total -= K::kZero * sum;
-            if constexpr (K::has_scale) totals[m + r] += total * scale;
-            else totals[m + r] = total;
-            if constexpr (K::has_minimum) minimums[m + r] += minimum * sum;
+            if constexpr (K::has_scale) totals[m + r] += total * by.scale;
+            else add_total(m + r, x_scales[r], total, sum, by);
+            if constexpr (K::has_minimum) minimums[m + r] += by.minimum * sum;
         }
     }
 
-    INLINE void add_span(int64_t span) {
+    // A block's total becomes a number. `sum`: of the codes of x, or of these times minimums.
+    template <class Sum>
+    INLINE void add_total(int64_t m, float x_scale, ints total, Sum sum, const Scaling& by) {
+        vec value = to_floats(total) * by.d;
+        if constexpr (K::kMinimums == Minimums::kBlock) value += by.m * sum;
+        if constexpr (K::has_minimum) value -= by.m * to_floats(sum);
+        out[m] += value * x_scale;
+    }
+
+    INLINE void add_span(int64_t span, Scaling by) {
         bytes fours[kFours];
         const int64_t at = strip * (p.k / kSpan) + span;
         unpack_span<K>(p.weight.codes + at * K::kLow * kVector + lane * 4,
@@ -281,35 +313,31 @@ struct Tile {
         UNROLL
         for (int i = 0; i < kGroups; i++) {
             const int64_t g = span * kGroups + i, place = (strip * (p.k / K::kGroup) + g) * kStrip + lane;
-            ints scale{}, minimum{};
-            if constexpr (K::kScales == Scales::kBytes) scale = load_small(p.weight.scale + place);
-            if constexpr (K::kMinimums == Minimums::kBytes) minimum = load_small(p.weight.minimum + place);
+            if constexpr (K::kScales == Scales::kBytes) by.scale = load_small(p.weight.scale + place);
+            if constexpr (K::kMinimums == Minimums::kBytes) by.minimum = load_small(p.weight.minimum + place);
             if constexpr (K::kScales == Scales::kNibbles) {
                 const ints both = load_small(reinterpret_cast<const uint8_t*>(p.weight.scale) + place);
-                scale = both & 15, minimum = both >> 4;
+                by.scale = both & 15, by.minimum = both >> 4;
             }
             const bytes* own = fours + i * (K::kGroup / 4);
             int64_t m = 0;
-            for (; m + 4 <= rows; m += 4) add_group<4>(m, g, own, scale, minimum);
-            for (; m < rows; m++) add_group<1>(m, g, own, scale, minimum);
+            for (; m + kAtOnce <= rows; m += kAtOnce) add_group<kAtOnce>(m, g, own, by);
+            for (; m < rows; m++) add_group<1>(m, g, own, by);
         }
     }
 
     INLINE void add_block(int64_t block) {
+        const int64_t place = (strip * (p.k / K::kBlock) + block) * kStrip + lane;
+        Scaling by{{}, {}, load_halves(p.weight.d + place), {}};
+        if constexpr (K::kMinimums != Minimums::kNone) by.m = load_halves(p.weight.m + place);
         if constexpr (K::has_scale)
             for (int64_t m = 0; m < rows; m++) totals[m] = ints{}, minimums[m] = ints{};
-        for (int64_t i = 0; i < kBlockSpans; i++) add_span(block * kBlockSpans + i);
-        const int64_t blocks = p.k / K::kBlock, place = (strip * blocks + block) * kStrip + lane;
-        const vec d = load_halves(p.weight.d + place);
-        vec m_values{};
-        if constexpr (K::kMinimums != Minimums::kNone) m_values = load_halves(p.weight.m + place);
-        for (int64_t m = 0; m < rows; m++) {
-            vec value = to_floats(totals[m]) * d;
-            if constexpr (K::kMinimums == Minimums::kBlock)
-                value += m_values * float(x.sums[(m0 + m) * blocks + block]);
-            if constexpr (K::has_minimum) value -= m_values * to_floats(minimums[m]);
-            out[m] += value * x.scales[(m0 + m) * blocks + block];
-        }
+        for (int64_t i = 0; i < kBlockSpans; i++) add_span(block * kBlockSpans + i, by);
+        if constexpr (K::has_scale)
+            for (int64_t m = 0; m < rows; m++) {
+                const float x_scale = x.scales[Rounded<K>::place(m0 + m, block, p.k / K::kBlock)];
+                add_total(m, x_scale, totals[m], minimums[m], by);
+            }
     }
 
     void run() {
@@ -330,13 +358,14 @@ struct Tile {
 template <class K, class T>
 void product(const Product<T>& p) {
     const int64_t groups = p.k / K::kGroup, blocks = p.k / K::kBlock;
-    Rounded x;
-    x.codes = reinterpret_cast<int8_t*>(codes_scratch.get((p.rows * p.k + 3) / 4));
-    x.scales = scales_scratch.get(p.rows * (blocks + groups));
-    x.sums = reinterpret_cast<int32_t*>(x.scales + p.rows * blocks);
+    Rounded<K> x;
+    const int64_t padded = (p.rows + kAtOnce - 1) / kAtOnce * kAtOnce;
+    x.codes = reinterpret_cast<int8_t*>(codes_scratch.get(padded * p.k / 4));
+    x.scales = scales_scratch.get(padded * (blocks + groups));
+    x.sums = reinterpret_cast<typename K::Sum*>(x.scales + padded * blocks);
     const int64_t each = std::max<int64_t>(1, 8192 / p.k);
     share_items(p.rows, each, p.threads, p.rows * p.k > kWorthRounding, [&](int64_t row) {
-        round_row<K>(p.x + row * p.x_stride, p.k, x.codes + row * p.k, x.sums + row * groups, x.scales + row * blocks);
+        round_row<K>(p.x + row * p.x_stride, row, p.k, x);
     });
     const int64_t strips = (p.n + kStrip - 1) / kStrip, strip_bytes = kStrip * p.k * (K::kLow + K::kHigh) / 8;
     const int64_t fair = strips / (p.threads * 8), worth = std::max<int64_t>(1, kPieceBytes / strip_bytes);
