@@ -12,7 +12,9 @@ from quire.vllm_arguments import (
     BEAMS,
     CALL,
     ENGINE,
+    GRAMMARS,
     METHODS,
+    OVERRIDES,
     POOLER,
     POOLING,
     PROMPT,
@@ -160,8 +162,11 @@ def _translated() -> Iterator[str]:
     yield "| `--disable-uvicorn-access-log` | `--no-access-log` |\n"
     for theirs, key in SPECULATION.items():
         yield f"| `--{_dashed(theirs)}` | `--speculative-config.{key}` |\n"
+    for name in OVERRIDES:
+        yield f"| `--{_dashed(name)}` | `--hf-overrides.{name}` |\n"
     for name in POOLER:
         yield f'| `--{_dashed(name)}` `{{"pooling_type": "LAST" or "MEAN"}}` | `--pooling last` or `mean` |\n'
+    yield f'| `--{_dashed(GRAMMARS)}` `{{"disable_any_whitespace": true}}` | `--disable-any-whitespace` |\n'
     for name, values in VALUES.items():
         for ours in dict.fromkeys(values.values()):
             listed = ", ".join(f"`{theirs}`" for theirs, value in values.items() if value == ours)

@@ -190,8 +190,8 @@ class ServerContext:
             raise unavailable(f"the engine is not running: {self.supervisor.status}", self.retry_after)
 
     def check_model(self, name: str | None) -> None:
-        """Raise 404 for a model that is not served; None is the served one."""
-        if name is not None and name not in self.names:
+        """Raise 404 for a model that is not served, unless any name will do; None is the served one."""
+        if name is not None and name not in self.names and not self.config.accept_any_model_name:
             shown = short_repr(name)
             raise not_found(f"the model {shown} is not served here; available: {', '.join(self.names)}", "model")
 

@@ -323,7 +323,7 @@ class EventStream:
 
     async def send(self, event: Any) -> None:
         """Send one event with a struct as its data."""
-        await self.send_bytes(b"data: " + encode(event) + b"\n\n")
+        await self.send_bytes(event_bytes(event))
 
     async def send_bytes(self, data: bytes) -> None:
         """Send one or more encoded events."""
@@ -343,6 +343,11 @@ class EventStream:
             )
             await self._exchange.start(200, EVENTS + length)
         await self._exchange.send_body(b"".join([*self._buffered, last]), more=False)
+
+
+def event_bytes(event: Any) -> bytes:
+    """An encoded event with a struct as its data."""
+    return b"data: " + encode(event) + b"\n\n"
 
 
 def named_event(name: str, event: Any) -> bytes:
