@@ -14,6 +14,7 @@ from quire.config import EngineConfig
 from quire.distributed.groups import Ranks
 from quire.engine.tiers import kv_fingerprint
 from quire.errors import ConfigError
+from quire.kernels.cpu.build import library
 from quire.kernels.weights.base import QuantizedWeight, SplitWeight
 from quire.kernels.weights.interleaved import InterleavedWeight
 from quire.layers.build_context import collect_targets
@@ -23,6 +24,7 @@ from quire.loading.load import load_weights, open_checkpoint
 from quire.loading.model_config import read_model_config
 from quire.quantization.find import find_scheme
 from quire.quantization.schemes.gguf import GGUFScheme
+from quire.worker.paths import TapeDecodePath
 from tests.models.harness import empty_model, in_chunks
 from tests.quantization.test_gguf_models import MIXED, TOKENS, weights_of, write_model
 
@@ -95,13 +97,9 @@ def test_tokens_do_not_depend_on_batch_chunks_cache_drafts_or_the_tape(
 
 def test_a_decode_of_packed_weights_is_recorded(dense: Path, make_llm: Callable[..., LLM]) -> None:
     """The tape takes native calls only: embedding, fused matrices of several kinds and the head are such."""
-    from quire.kernels.cpu.build import library
-
     if library() is None:
         pytest.skip("no C++ compiler on this machine")
     recorded = []
-    from quire.worker.paths import TapeDecodePath
-
     original = TapeDecodePath._record
 
     def record(self: TapeDecodePath, shape: Any, step: Any) -> torch.Tensor:
@@ -117,6 +115,18 @@ def test_a_decode_of_packed_weights_is_recorded(dense: Path, make_llm: Callable[
     assert recorded == [True]
 
 
+@pytest.mark.slow
+def test_two_ranks_generate_the_tokens_of_one(dense: Path, make_llm: Callable[..., LLM]) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True, detokenize=False)
+    found = []
+    for size in (1, 2):
+        settings = {"tensor_parallel_size": size, "cpu_weights": "packed", "max_model_len": 128}
+        llm = make_llm(dense, skip_tokenizer_init=True, **settings)
+        results = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], params, use_tqdm=False)
+        found.append([list(each.outputs[0].token_ids) for each in results])
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [({"quantization": "int8"}, "quantization is 'int8'"), ({"load_format": "safetensors"}, "is not a GGUF file")],
@@ -129,7 +139,7 @@ def test_what_it_does_not_apply_to_is_refused(dense: Path, settings: dict[str, s
     assert caught.value.parameter == "cpu_weights"
 
 
-def test_a_gpu_and_a_model_without_packed_matrices_are_refused(dense: Path, tiny_model: Path, tmp_path: Path) -> None:
+def test_a_gpu_and_a_model_without_packed_matrices_are_refused(dense: Path, tiny_model: Path) -> None:
     config = EngineConfig(cpu_weights="packed")
     files = local_files("m", dense)
     with pytest.raises(ConfigError, match="the device is not a CPU"):

@@ -57,7 +57,17 @@ _LAYOUTS = {
     "packed_embedding": "12q",
 }
 # Calls of about a microsecond keep the GIL: after releasing it, reacquiring can take a whole switch interval.
-_HOLD_GIL = {"ngram", "rms_norm", "add_rms_norm", "copy_stream", "silu_mul", "prepare_qkv", "embedding", "route", "packed_embedding"}
+_HOLD_GIL = {
+    "ngram",
+    "rms_norm",
+    "add_rms_norm",
+    "copy_stream",
+    "silu_mul",
+    "prepare_qkv",
+    "embedding",
+    "route",
+    "packed_embedding",
+}
 _SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}
 _TOKEN_KERNELS = {"ngram"}
 """Kernels over token ids, in int32."""
