@@ -14,6 +14,7 @@ from quire.messages.outputs import CompletionOutput, Output, RequestOutput, Step
 
 if TYPE_CHECKING:
     from quire.api.replica import Replica
+    from quire.engine.remote import RemoteEngine
     from quire.messages.request import NewRequest
 
 
@@ -28,9 +29,9 @@ class OutputStream:
         self.request: NewRequest | None = None
         """The request, once it was sent…"""
         self.replica: Replica | None = None
-        """…and where."""
-        self.restarts = 0
-        """How often it was restarted at another replica."""
+        """…and where; None: it waits for an engine."""
+        self.engine: RemoteEngine | None = None
+        """The engine that it was last sent to."""
         self.is_delta = False
         self.is_aborted = False
         """The caller has aborted it."""
@@ -49,11 +50,6 @@ class OutputStream:
         self._error: QuireError | None = None
         self._reader: asyncio.Future[None] | None = None
         """Set when something has come, while the reader waits."""
-
-    @property
-    def can_restart(self) -> bool:
-        """Whether its reader has seen nothing of it, so that it can start again."""
-        return not self.is_ended and (self.awaits_first or not self.is_streamed)
 
     def put(self, output: Output) -> None:
         """Deliver an output."""
@@ -99,7 +95,7 @@ def _merged(first: CompletionOutput, then: CompletionOutput) -> CompletionOutput
     tokens = first.token_ids if isinstance(first.token_ids, list) else list(first.token_ids)
     tokens.extend(then.token_ids)
     if first.logprobs is not None and then.logprobs is not None:
-        first.logprobs += then.logprobs
+        first.logprobs.extend(then.logprobs)
     logprobs = then.logprobs if first.logprobs is None else first.logprobs
     return dataclasses.replace(then, text=first.text + then.text, token_ids=tokens, logprobs=logprobs)
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quire.api.output_stream import OutputStream, split_outputs
 from quire.api.router_feed import RouterFeed
@@ -20,6 +21,9 @@ from quire.errors import SHUT_DOWN, EngineDeadError, QuireError, ReplicaDownErro
 from quire.messages.memory_map import MemoryMap
 from quire.messages.outputs import Finished, StepOutputs
 from quire.output.processor import OutputProcessor
+
+if TYPE_CHECKING:
+    from quire.api.request_recovery import RequestRecovery
 
 logger = logging.getLogger(__name__)
 
@@ -47,12 +51,22 @@ class Replica:
         """Reports to the router, if there is one."""
         self.is_shut = False
         """Shut down for good: it cannot be restarted."""
+        self.is_killed = False
+        """Its engine was killed on request: it is restarted on request only."""
+        self.is_supervised = False
+        """A supervisor restarts its engine."""
+        self.is_draining = False
+        """It is about to be restarted, and gets no new requests."""
+        self.failures = 0
+        """How often its engine died or could not be started since it yielded a token."""
+        self.trial: OutputStream | None = None
+        """A request that may have killed engines, and runs here alone."""
+        self.recovery: RequestRecovery
+        """Takes over the requests of an engine that died."""
         self.on_ready: Callable[[Replica], None] = lambda replica: None
         """Called when an engine has taken its place."""
         self.on_lost: Callable[[Replica], None] = lambda replica: None
-        """Called when the engine is dead, before its requests are failed."""
-        self.move_elsewhere: Callable[[OutputStream], bool] = lambda stream: False
-        """Restarts a request at another replica; False if that is not possible."""
+        """Called when the engine is dead, before its requests go elsewhere."""
         self.restart_all: Callable[[bool], Awaitable[None]] | None = None
         """Restarts all replicas, if none can be restarted alone."""
         self._start = start
@@ -62,6 +76,9 @@ class Replica:
         self._numbers = itertools.count()
         self._unsent: list[SessionOp] = []
         """Session operations for the next engine: the last one died before it got them."""
+        self._ready_at = 0.0
+        self._session_calls = 0
+        """Session calls under way."""
         self._restarting = asyncio.Lock()
 
     # The engine
@@ -80,6 +97,8 @@ class Replica:
         assert self.starting is not None
         self.engine, self.starting = self.starting, None
         self.engine.on_message, self.engine.on_death = self._receive, self._on_death
+        self.is_killed = self.is_draining = False
+        self._ready_at = time.monotonic()
         unsent, self._unsent = self._unsent, []
         for op in unsent:
             self.send_session_op(op)
@@ -112,8 +131,35 @@ class Replica:
         return ReplicaDownError(f"{self.title} is down: {self.engine.death}")
 
     @property
+    def age(self) -> float:
+        """Seconds since the engine was ready."""
+        return time.monotonic() - self._ready_at
+
+    @property
     def num_open_requests(self) -> int:
         return len(self.streams)
+
+    @property
+    def is_reloading(self) -> bool:
+        """Whether it is being restarted on request."""
+        return self.is_draining
+
+    @property
+    def is_hopeful(self) -> bool:
+        """Whether it has an engine, or will have one."""
+        return not self.death or self.recovery.awaits(self)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request and no session call is under way."""
+        return not self._session_calls and all(stream.is_ended for stream in self.streams.values())
+
+    def check_open(self) -> None:
+        """Raise unless it takes new requests now."""
+        self.attach()
+        if self.trial is not None or self.is_draining:
+            what = "is being restarted" if self.is_draining else "runs a request alone that may have killed engines"
+            raise ReplicaDownError(f"{self.title or 'the engine'} {what}")
 
     def attach(self) -> None:
         """Let the running event loop read the engine's messages; raises if the engine is dead."""
@@ -125,7 +171,7 @@ class Replica:
 
     def add(self, stream: OutputStream, message: bytes) -> None:
         """Send a request; `message` is its encoded `Add`."""
-        stream.replica = self
+        stream.replica, stream.engine = self, self.engine
         self.streams[stream.key] = stream
         self.engine.send(message)
         if stream.is_aborted:
@@ -156,7 +202,11 @@ class Replica:
 
     async def call_sessions(self, op: SessionOp) -> SessionAnswer:
         """Run a session operation. Its changes are durable when this returns."""
-        reply: ipc.SessionReply = await self.call(lambda number: ipc.SessionCall(number, op))
+        self._session_calls += 1
+        try:
+            reply: ipc.SessionReply = await self.call(lambda number: ipc.SessionCall(number, op))
+        finally:
+            self._session_calls -= 1
         if reply.refused is not None:
             raise error_of(reply.refused)
         assert reply.answer is not None
@@ -260,6 +310,10 @@ class Replica:
                 stream.put(view)
         if self.router_feed is not None:
             self.router_feed.note(outputs)
+        if outputs.keys or outputs.vectors or outputs.beams:
+            self.failures = 0
+        if self.trial is not None:
+            self.recovery.on_output(self)
 
     def _refuse(self, end: Finished) -> None:
         """Fail a request that the engine refused after it had accepted it."""
@@ -275,24 +329,22 @@ class Replica:
 
     # The end of the engine
 
-    def _on_death(self, reason: str) -> None:
-        """The engine is dead: move its requests elsewhere or fail them, and fail open calls."""
+    def _on_death(self, reason: str, is_planned: bool = False) -> None:
+        """The engine is dead: its requests go on elsewhere, open calls fail."""
         self._deliver_deferred()
         self.on_lost(self)
-        moved = 0
-        for stream in list(self.streams.values()):
-            if not stream.is_ended and self.move_elsewhere(stream):
-                moved += 1
-            else:
-                self._fail(stream.key, self.dead_error)
-        if moved:
-            logger.warning("%s is down: %d requests are restarted at other replicas", self.title, moved)
+        streams = [stream for stream in self.streams.values() if not stream.is_ended]
+        for stream in streams:
+            del self.streams[stream.key]
+        self.recovery.engine_died(self, streams, is_planned)
         for reply in self.calls.values():
             if not reply.done():
-                reply.set_exception(self.dead_error)
+                error = self.dead_error
+                error.was_sent = True
+                reply.set_exception(error)
 
     async def restart(self, only_if_dead: bool = False) -> None:
-        """Replace the engine by a new one. If it is alive, its requests fail."""
+        """Replace the engine by a new one, where its requests go on."""
         await (self.restart_alone if self.restart_all is None else self.restart_all)(only_if_dead)
 
     async def restart_alone(self, only_if_dead: bool) -> None:
@@ -304,7 +356,12 @@ class Replica:
                 return  # another call has restarted it
             self.close("the engine is being restarted")
             await run_in_thread(self.engine.stop)
-            await self._make_engine()
+            try:
+                await self._make_engine()
+            except Exception:
+                self.failures += 1
+                self.recovery.attempt_failed(self)
+                raise
 
     async def _make_engine(self) -> None:
         """Start a new engine and wait for it; it is killed if this replica is shut down meanwhile."""
@@ -326,15 +383,21 @@ class Replica:
             engine.kill()
             raise EngineDeadError(SHUT_DOWN)
         self.adopt()
+        self.engine.attach()
+
+    def end_engine(self, reason: str) -> None:
+        """Kill the engine's process as if it had failed: its requests go on elsewhere."""
+        self.engine.end(reason)
 
     def kill_engine(self, reason: str) -> None:
-        """Kill the engine's process. Open requests fail with the reason."""
+        """Kill the engine's process. Open requests fail with the reason, and only `restart` starts another."""
+        self.is_killed = True
         self.engine.end(reason)
 
     def close(self, reason: str) -> None:
-        """Stop sending and receiving, and fail or move open requests; call `engine.stop` next."""
+        """Stop sending and receiving; call `engine.stop` next."""
         self.engine.close(reason)
-        self._on_death(self.engine.death)
+        self._on_death(self.engine.death, is_planned=True)
 
     def shut(self) -> None:
         """Close permanently, together with an engine that is being started."""

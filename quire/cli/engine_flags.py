@@ -9,13 +9,25 @@ import typing
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+from quire import vllm_arguments
 from quire.api import compat
-from quire.cli.values import json_object, size, size_or_auto
+from quire.cli.values import as_log_level, json_object, size, size_or_auto
 from quire.config import EngineConfig
 from quire.errors import ConfigError
+from quire.vllm_arguments import (
+    GRAMMARS,
+    OVERRIDES,
+    POOLER,
+    RENAMED,
+    SPECULATION,
+    VALUES,
+    ForeignArgument,
+    check_argument,
+)
 
 SIZES = {"max_model_len": size_or_auto, "max_num_batched_tokens": size, "kv_cache_memory_bytes": size}
 """Fields that take suffixes: 4K, 2G."""
+LOG_LEVELS = ("debug", "info", "warning", "error")
 SHORT = {
     "tensor_parallel_size": "-tp",
     "pipeline_parallel_size": "-pp",
@@ -23,6 +35,7 @@ SHORT = {
     "enable_expert_parallel": "-ep",
     "quantization": "-q",
     "speculative_config": "-sc",
+    "api_server_count": "-asc",
 }
 """Short flags, as in vLLM."""
 
@@ -42,14 +55,19 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_engine_flags(parser: argparse.ArgumentParser, only: Collection[str] = ()) -> None:
-    """A flag for each field of `EngineConfig`, or for those in `only`."""
+def add_engine_flags(parser: argparse.ArgumentParser, only: Collection[str] = (), remembers: bool = True) -> None:
+    """A flag for each field of `EngineConfig`, or for those in `only`. `remembers`: the result says which of vLLM's
+    flags had no effect."""
     add_config_flags(parser, EngineConfig, "engine: ", SIZES, only)
     if not only:
-        add_neutral_flags(parser, compat.ENGINE)
-        for name in compat.SPECULATION:
-            kind = int if name == "spec_tokens" else str
-            parser.add_argument(flag(name), dest=name, type=kind, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+        hidden: dict[str, Any] = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+        for name in (*POOLER, GRAMMARS, "rope_scaling"):
+            parser.add_argument(flag(name), dest=name, type=json_object, **hidden)
+        add_foreign_flags(parser, vllm_arguments.ENGINE, remembers)
+        for name in SPECULATION:
+            parser.add_argument(flag(name), dest=name, type=int if name == "spec_tokens" else str, **hidden)
+        for name in (*RENAMED, "rope_theta"):
+            parser.add_argument(flag(name), dest=name, type=float, **hidden)
 
 
 def add_config_flags(
@@ -72,28 +90,57 @@ def add_config_flags(
         groups[group].add_argument(*short, flag(field.name), **_argument_options(field, types[field.name], sizes))
 
 
-def add_neutral_flags(parser: argparse.ArgumentParser, neutral: compat.Neutral) -> None:
+def add_foreign_flags(
+    parser: argparse.ArgumentParser, table: Mapping[str, ForeignArgument], remembers: bool = True
+) -> None:
     """vLLM's flags that quire lacks: hidden; accepted with a value that has no effect, otherwise refused by name."""
-    for name, values in neutral.items():
-        if flag(name) in parser._option_string_actions:  # the server has one of this name
+    known = parser._option_string_actions
+    for name, argument in table.items():
+        if flag(name) in known or name == "disable_log_requests":  # the command has it, or its opposite
             continue
-        is_switch = any(isinstance(value, bool) for value in values)
-        names = [flag(name), *([flag(f"no_{name}")] if is_switch else [])]
-        parser.add_argument(*names, dest=name, action=_Neutral, nargs=0 if is_switch else None, help=argparse.SUPPRESS)
+        names = [flag(name)]
+        if argument.kind == "switch":
+            names.append(flag(f"no_{name}"))
+        if argument.short and argument.short not in known:
+            names.append(argument.short)
+        counts: dict[str, int | str] = {"switch": 0, "list": "+"}
+        parser.add_argument(
+            *names,
+            dest=name,
+            action=_Foreign,
+            argument=argument,
+            remembers=remembers,
+            nargs=counts.get(argument.kind),
+            help=argparse.SUPPRESS,
+        )
 
 
-class _Neutral(argparse.Action):
-    """Checks a value and drops it."""
+class _Foreign(argparse.Action):
+    """Checks a value and drops it; if it `remembers`, the namespace gets the flags that had no effect."""
 
-    def __init__(self, option_strings: list[str], dest: str, **options: Any) -> None:
+    def __init__(
+        self, option_strings: list[str], dest: str, argument: ForeignArgument, remembers: bool, **options: Any
+    ) -> None:
         super().__init__(option_strings, dest, **{**options, "default": argparse.SUPPRESS})
+        self._argument = argument
+        self._remembers = remembers
 
     def __call__(self, parser: Any, namespace: Any, text: Any, option: str | None = None) -> None:
-        value = not (option or "").startswith("--no-") if self.nargs == 0 else _plain(text)
         try:
-            compat.refuse({self.dest: value}, {**compat.ENGINE, **compat.SERVER}, ConfigError)
-        except ConfigError:
-            raise argparse.ArgumentError(None, f"{option} {text or ''}".strip() + " is not supported") from None
+            check_argument(self._argument, self._value(text, option or ""), ConfigError)
+        except ConfigError as error:
+            raise argparse.ArgumentError(None, f"{option}: {error}") from None
+        if self._remembers:
+            namespace.without_effect = [*getattr(namespace, "without_effect", []), flag(self.dest)]
+
+    def _value(self, text: Any, option: str) -> Any:
+        match self._argument.kind:
+            case "switch":
+                return not option.startswith("--no-")
+            case "list":
+                values = [_plain(each) for each in text]
+                return values[0] if len(values) == 1 and isinstance(values[0], list) else values
+        return _plain(text)
 
 
 def _plain(text: str) -> Any:
@@ -118,6 +165,8 @@ def _argument_options(
         extra = "; may be given several times"
     elif field.metadata.get("choices"):
         options["choices"] = field.metadata["choices"]
+        if theirs := VALUES.get(field.name):
+            options["type"] = lambda text: theirs.get(text, text)
     elif field.name in sizes:
         options |= {"type": sizes[field.name], "metavar": "SIZE"}
     elif int in kinds:
@@ -142,8 +191,15 @@ def default_note(value: Any) -> str:
 
 def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
     """The fields given on the command line, as keywords for `LLM` or `EngineConfig`."""
-    names = [*(field.name for field in dataclasses.fields(EngineConfig)), *compat.SPECULATION]
-    settings = compat.with_speculation({name: getattr(args, name) for name in names if hasattr(args, name)})
+    names = [
+        *(field.name for field in dataclasses.fields(EngineConfig)),
+        *SPECULATION,
+        *RENAMED,
+        *OVERRIDES,
+        *POOLER,
+        GRAMMARS,
+    ]
+    settings = compat.translate({name: getattr(args, name) for name in names if hasattr(args, name)})
     named = getattr(args, "named_model", None)
     if named is not None:
         if settings.get("model", named) != named:
@@ -157,7 +213,8 @@ def add_common(parser: argparse.ArgumentParser, log_level: str = "warning", alwa
     group = parser.add_argument_group("reporting")
     group.add_argument(
         "--log-level",
-        choices=("debug", "info", "warning", "error"),
+        type=as_log_level,
+        choices=LOG_LEVELS,
         default=log_level if always_set else argparse.SUPPRESS,
         help=f"log level on stderr; debug logs every step (default: {log_level})",
     )

@@ -55,7 +55,8 @@ class EngineLoop:
             if self._is_open and self._core.has_work:
                 outputs = self._core.step()
                 if not outputs.is_empty:
-                    self._link.send(ipc.Outputs(outputs))
+                    for piece in outputs.pieces():
+                        self._link.send(ipc.Outputs(piece))
                 self._sessions.answer_saved()
                 self._report_rebalanced()
 
@@ -212,21 +213,22 @@ def _make_default(
     from quire.distributed.lockstep import LockstepAddress
     from quire.engine.setup import make_engine
     from quire.scheduler.pacing import STREAM_STRETCH
+    from quire.sessions.quota import SERVED, SessionQuota
 
     address = LockstepAddress(*lockstep) if config.steps_together else None
-    return make_engine(config, files, model, STREAM_STRETCH, address, TENANT_GRAMMARS)
+    quota = SessionQuota.of(config, SERVED).share(lockstep[1])
+    return make_engine(config, files, model, STREAM_STRETCH, address, TENANT_GRAMMARS, quota)
 
 
 def _die(link: ipc.MessageLink, error: Exception) -> None:
     """Send the reason and exit at once: cleaning up on a lost device may hang, but not that of temporary files."""
-    from quire.engine.tiers import remove_scratch
-
     if not isinstance(error, EngineDeadError):
         logger.error("the engine's loop failed", exc_info=error)
     message = str(error) if isinstance(error, EngineDeadError) else f"its loop failed: {type(error).__name__}: {error}"
     with contextlib.suppress(OSError):
         link.send(ipc.Died(message))
-    remove_scratch()
+    if (tiers := sys.modules.get("quire.engine.tiers")) is not None:  # otherwise it has no sessions
+        tiers.remove_scratch()
     os._exit(1)
 
 

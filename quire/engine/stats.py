@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from quire.engine.memory_watch import MemoryWatch
 from quire.executor.expert_balance import ExpertBalance
@@ -79,6 +81,40 @@ class Metric:
     series: tuple[tuple[tuple[str, ...], float], ...] = ()
     """Of a metric with labels: its value for each set of labels. `value` sums them up."""
 
+    # As vLLM's metrics have them.
+
+    @property
+    def under_vllms_name(self) -> Metric | None:
+        """The same metric with vLLM's prefix; None if it has none like it."""
+        name = self.name.partition(":")[2]
+        return None if name not in SPECS or SPECS[name].is_ours else dataclasses.replace(self, name=f"vllm:{name}")
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """Labels of the whole metric: there are none."""
+        return {}
+
+    @property
+    def values(self) -> list[float]:
+        """Of a metric with labels: its values in their order."""
+        return [value for _, value in self.series]
+
+    @property
+    def sum(self) -> float:
+        """Of a histogram: the sum of all values."""
+        return self.value
+
+    @property
+    def count(self) -> int:
+        """Of a histogram: how many values there were."""
+        return sum(self.counts)
+
+    @property
+    def buckets(self) -> dict[str, int]:
+        """Of a histogram: how many values were at most each bound."""
+        bounds = [*(str(float(bound)) for bound in self.bounds), "+Inf"]
+        return dict(zip(bounds, accumulate(self.counts), strict=False))
+
 
 def scheduler_metrics(scheduler: Scheduler, compiling: int, compile_times: Histogram) -> list[Metric]:
     """The scheduler's metrics now, under vLLM's names with our prefix where it has them.
@@ -115,10 +151,13 @@ def scheduler_metrics(scheduler: Scheduler, compiling: int, compile_times: Histo
         }
     if isinstance(sessions := scheduler.sessions, SessionKeeper):
         values |= {"sessions_slept": sessions.kv.suspended, "sessions_dropped": sessions.kv.dropped}
-        values |= {"sessions": len(sessions.store), "sessions_on_device": sessions.kv.num_on_device}
+        use = sessions.store.use()
+        values |= {"session_tokens": use.tokens, "session_bytes": use.bytes, "sessions_refused": sessions.refused}
+        values |= {"sessions": use.sessions, "sessions_on_device": sessions.kv.num_on_device}
     return [
         *(_metric(name, value) for name, value in values.items()),
-        _histogram("iteration_tokens_total", stats.step_tokens),
+        _histogram("iteration_tokens_total", stats.yielded_tokens),
+        _histogram("step_tokens", stats.step_tokens),
         _histogram("grammar_compile_seconds", compile_times),
         *(() if scheduler.drafting is None else draft_metrics(scheduler.drafting)),
     ]

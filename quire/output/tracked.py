@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -14,6 +15,7 @@ from quire.messages.outputs import (
     BeamSearchSequence,
     CompletionOutput,
     Finished,
+    FlatLogprobs,
     Logprob,
     Output,
     PoolingOutput,
@@ -115,6 +117,14 @@ class TrackedSequence:
         self.text = self.text[: found[1]]
         return found[0]
 
+    def _given_logprobs(self, delta: bool) -> list[dict[int, Logprob]] | FlatLogprobs | None:
+        if self.logprobs is None:
+            return None
+        given = self.logprobs if delta else list(self.logprobs)
+        if delta:
+            self.logprobs = []  # a long stream would hold an object for every one it has sent
+        return FlatLogprobs.of(given) if self._params.flat_logprobs else given
+
     def view(self, delta: bool) -> CompletionOutput:
         """The sequence's output: everything so far, or what is new since the last call."""
         shown = len(self.text) if self.finish_reason else max(self._given_text, len(self.text) - self._stops.held)
@@ -125,7 +135,7 @@ class TrackedSequence:
             text=self.text[since_text:shown],
             token_ids=self.tokens[since_token:],
             cumulative_logprob=None if self.logprobs is None else self.cumulative,
-            logprobs=None if self.logprobs is None else self.logprobs[since_token:],
+            logprobs=self._given_logprobs(delta),
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
         )
@@ -153,12 +163,23 @@ class TrackedRequest:
         if request.params.prompt_logprobs is not None:
             self.prompt_logprobs = [None] * len(request.prompt)
 
-    def _take_prompt_logprobs(self, once: bool) -> list[dict[int, Logprob] | None] | None:
+    def continued(self) -> NewRequest:
+        """The request with the tokens it has, for an engine that goes on from there."""
+        request = self.request
+        drawn = [None if one.finish_reason is not None else list(one.tokens) for one in self.sequences]
+        if not any(tokens is None or tokens for tokens in drawn):
+            return msgspec.structs.replace(request, drawn=[[]]) if request.session else request
+        if request.params.prompt_logprobs is None:
+            return msgspec.structs.replace(request, drawn=drawn)
+        params = msgspec.structs.replace(request.params, prompt_logprobs=None)  # they came before the first token
+        return msgspec.structs.replace(request, drawn=drawn, params=params, reads_cache=True)
+
+    def _take_prompt_logprobs(self, once: bool) -> list[dict[int, Logprob] | None] | FlatLogprobs | None:
         """The prompt's logprobs so far; with `once`, only at the first call."""
         taken = self.prompt_logprobs
         if once:
             self.prompt_logprobs = None
-        return taken
+        return taken if taken is None or not self.request.params.flat_logprobs else FlatLogprobs.of(taken)
 
     def view(self) -> Output:
         """The request as the user sees it."""

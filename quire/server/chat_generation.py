@@ -17,20 +17,29 @@ from typing import Any
 
 import msgspec
 
+from quire.api.async_sessions import BranchTurn, Turn
+from quire.api.text_encoding import TextEncoder
 from quire.api.work_pool import check_abandoned
-from quire.engine.session_calls import SuspendSession
 from quire.messages.outputs import CompletionOutput, RequestOutput
 from quire.messages.sampling import RequestOutputKind, SamplingParams
 from quire.output.parsers.answer import AnswerReader
 from quire.output.parsers.deltas import CallArguments, CallEnd, CallStart, Content, Delta, Reasoning
-from quire.output.parsers.reasoning import ThinkSplit, make_reasoning_split
+from quire.output.parsers.reasoning import SWITCHES, ThinkSplit, make_reasoning_split
 from quire.output.parsers.toolcalls import ToolPlan
 from quire.server.context import ServerContext
 from quire.server.errors import bad_request
 from quire.server.generation import GenerationJob, SessionTurn, UsageCounter, admit, requested_session
 from quire.server.http import Exchange
-from quire.server.protocol.chat import ChatRequest, NamedTool
+from quire.server.protocol.chat import ChatRequest
+from quire.server.protocol.conversation import NamedTool
 from quire.server.protocol.sampling import beam_search_params, sampling_params
+from quire.speculative.prediction import MAX_PREDICTED_TOKENS, PredictedText
+
+MOST_DROPPED = 4
+DROPPED_CHARACTERS = 64
+"""How much of an earlier turn's end a prompt that goes on from it may lack, in tokens and in characters."""
+THINKING_VARIABLES = ("enable_thinking", "thinking")
+"""Names that chat templates have for the switch between reasoning and not."""
 
 
 @dataclass(slots=True)
@@ -102,6 +111,31 @@ class SessionPrompt:
 
 
 @dataclass
+class Branch:
+    """A prompt that goes on from an earlier turn's tokens, if its text goes on from theirs."""
+
+    turn: BranchTurn | None = None
+    """The turn of a session that it becomes; None: of none."""
+    before: list[int] = field(default_factory=list)
+
+    def continued(self, texts: TextEncoder, text: str) -> list[int] | None:
+        """Tokens of the whole prompt that begin with the earlier ones; None if its text does not begin with theirs.
+
+        Tokens that were generated are often not those that a tokenizer makes of the same text: without this, their KV
+        would not be found. A few at their end may go: the end token or stop string that the template does not repeat.
+        """
+        for drop in range(min(MOST_DROPPED, len(self.before)) + 1):
+            kept = self.before[: len(self.before) - drop]
+            start = texts.decode(kept)
+            if text.startswith(start):
+                tokens = kept + texts.encode(text[len(start) :], "input_text", add_special_tokens=False)
+                return tokens if texts.decode(tokens) == text else None
+            if not text.startswith(start[:-DROPPED_CHARACTERS]):
+                return None
+        return None
+
+
+@dataclass
 class ChatGeneration:
     """A checked chat request, ready to be generated."""
 
@@ -137,7 +171,7 @@ class ChatGeneration:
             self.context.metrics.on_tool_parse(self.is_streamed, choice.calls > 0, self.exchange.path)
         if choice.calls and self.job.turn is not None:
             # Until the tools' results arrive, other requests can use the session's memory.
-            await self.context.llm.call_sessions(SuspendSession(self.job.turn.key))
+            await self.job.turn.suspend(self.context.llm)
 
 
 def is_long(request: ChatRequest) -> bool:
@@ -146,14 +180,22 @@ def is_long(request: ChatRequest) -> bool:
 
 
 def prepare(
-    context: ServerContext, exchange: Exchange, request: ChatRequest, session: SessionPrompt | None = None
+    context: ServerContext,
+    exchange: Exchange,
+    request: ChatRequest,
+    session: SessionPrompt | None = None,
+    is_limit_soft: bool = False,
+    branch: Branch | None = None,
 ) -> ChatGeneration:
     """Check a chat request and render its messages to a prompt, in `Exchange.work`; `session`: the prompt, if it is a
-    session's turn."""
+    session's turn; `is_limit_soft`: the answer may end at the model's length, below the limit of the request;
+    `branch`: what the prompt goes on from."""
     context.check_serving()
     context.check_model(request.model)
     request.check_fields()
     exchange.set_request_id(request.request_id)
+    for index, message in enumerate(request.messages):
+        message.check_parts(exchange.fields, f"messages[{index}]")
     plan = tool_plan(context, request)
     limit, field_name = request.token_limit
     logprobs = _logprobs(context, request)
@@ -161,10 +203,19 @@ def prepare(
         request, context.sampling_defaults, context.max_new_tokens if limit is None else limit, logprobs
     )
     text, tokens = render(context, request) if session is None else (session.text, session.tokens)
+    if branch is not None and branch.before and (same := branch.continued(context.texts, text)) is not None:
+        tokens = same if len(same) <= (params.truncate_prompt_tokens or len(same)) else tokens
+    if request.echo and not request.stream and params.prompt_logprobs is None:
+        params.prompt_logprobs = request.top_logprobs or 0
+    if is_limit_soft and limit is not None and limit <= context.max_model_len:
+        params.max_tokens = limit = max(1, min(limit, context.max_model_len - len(tokens)))
     if params.truncate_prompt_tokens is None:
         context.check_length(len(tokens), limit, field_name)
     make_reader, split = _reader_factory(context, plan, text)
-    _constrain(request, params, plan, split, text)
+    _constrain(request, params, plan)
+    if params.structured_outputs is not None and split is not None and params.structured_outputs.after is None:
+        switches = template_kwargs(context, request)
+        params.structured_outputs = split.after_thinking(params.structured_outputs, text, switches)
     search = beam_search_params(request, limit or max(1, context.max_model_len - len(tokens)))
     if search is not None and params.structured_outputs is not None:
         raise bad_request("a tool_choice that requires calls is not supported with use_beam_search", "tool_choice")
@@ -173,15 +224,30 @@ def prepare(
         params.skip_special_tokens = False
     if split is not None and params.output_kind is RequestOutputKind.FINAL_ONLY:
         params.output_kind = RequestOutputKind.DELTA  # to find the token at which reasoning ends
-    keeps_reasoning = request.include_reasoning is not False
-    turn = requested_session(exchange, request, search) if session is None else session.turn
+    turn: Turn | None = branch.turn if branch is not None else None
+    if turn is None:
+        turn = requested_session(exchange, request, search) if session is None else session.turn
+    prediction = _prediction(context, request)
+    counter = UsageCounter()
+    counter.predictions = [PredictedText(prediction) for _ in readers if prediction]
     return ChatGeneration(
         context=context,
         exchange=exchange,
-        job=GenerationJob(tokens, params, text, request.priority or 0, request.cache_salt, search, turn),
-        choices=[GeneratedChoice(reader, plan, keeps_reasoning) for reader in readers],
+        job=GenerationJob(
+            tokens,
+            params,
+            text,
+            request.priority or 0,
+            request.cache_salt,
+            search,
+            turn,
+            prediction,
+            is_turn_optional=turn is not None and session is None and request.session_id is None,
+        ),
+        choices=[GeneratedChoice(reader, plan, request.keeps_reasoning) for reader in readers],
         splits_reasoning=split is not None,
         is_streamed=bool(request.stream),
+        counter=counter,
     )
 
 
@@ -224,7 +290,8 @@ def render(context: ServerContext, request: ChatRequest) -> tuple[str, list[int]
     text = context.tool_prompts.render(messages, **arguments)
     check_abandoned()
     # The template writes the special tokens itself; the tokenizer must not add its own.
-    return text, context.tokenize(text, add_special_tokens=False, keep=request.truncate_prompt_tokens)
+    from_start = request.truncation_side == "right"
+    return text, context.tokenize(text, False, keep=request.truncate_prompt_tokens, from_start=from_start)
 
 
 def _check_template(context: ServerContext, request: ChatRequest) -> None:
@@ -258,11 +325,20 @@ def _without_nulls(tool: dict[str, Any]) -> dict[str, Any]:
 def template_kwargs(context: ServerContext, request: ChatRequest) -> dict[str, Any]:
     """Variables of the chat template: the server's defaults, overridden by the request's."""
     given: dict[str, Any] = {}
-    if request.reasoning_effort is not None:
-        given["reasoning_effort"] = request.reasoning_effort
-        if request.reasoning_effort == "none":
-            given["enable_thinking"] = False
+    if request.effort is not None:
+        given["reasoning_effort"] = request.effort
+    if request.thinks is not None:
+        given |= dict.fromkeys(SWITCHES, request.thinks)
     return {**(context.config.default_chat_template_kwargs or {}), **given, **(request.chat_template_kwargs or {})}
+
+
+def _prediction(context: ServerContext, request: ChatRequest) -> list[int]:
+    """The tokens of the answer that the client expects; none if there are no drafts to make of them."""
+    text = "" if request.prediction is None else request.prediction.text
+    if not text or context.llm.config.speculative_config is None or request.use_beam_search:
+        return []
+    most = min(MAX_PREDICTED_TOKENS, context.max_model_len)
+    return context.texts.encode_start(text, most, "prediction", add_special_tokens=False)[:most]
 
 
 def _logprobs(context: ServerContext, request: ChatRequest) -> int | None:
@@ -287,17 +363,13 @@ def _reader_factory(context: ServerContext, plan: ToolPlan, prompt: str) -> tupl
     return make_reader, split
 
 
-def _constrain(
-    request: ChatRequest, params: SamplingParams, plan: ToolPlan, split: type[ThinkSplit] | None, prompt: str
-) -> None:
-    """Constrain the answer to the request's own structured output, or to the tool calls it requires."""
+def _constrain(request: ChatRequest, params: SamplingParams, plan: ToolPlan) -> None:
+    """Constrain the answer to the tool calls that the request requires, or else to its own structured output: that is
+    the form of an answer in text, and a required call leaves no room for one."""
     wanted = plan.constraint()
     if wanted is not None:
-        if params.structured_outputs is not None:
+        if plan.named is not None and request.structured_outputs is not None:
             raise bad_request(
-                "a tool_choice that requires calls cannot be combined with structured outputs: send one of them"
+                "a tool_choice that names a tool cannot be combined with structured_outputs: send one of them"
             )
         params.structured_outputs = wanted
-    if params.structured_outputs is not None and split is not None and split.opens(prompt):
-        # The answer begins inside the reasoning, which is not constrained.
-        params.structured_outputs = msgspec.structs.replace(params.structured_outputs, after=split.closing)

@@ -26,7 +26,10 @@ BEGIN, MORE = "hello the world one two three four five", " more"
 @pytest.fixture(scope="module")
 def session_server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     folder = str(tmp_path_factory.mktemp("kv"))
-    host = Host(tiny_model, swap_space=0.02, kv_disk=folder, logits_processors=["tests.executor.processors.TakesLong"])
+    host = Host(
+        tiny_model, swap_space=0.02, kv_disk=folder, logits_processors=["tests.executor.processors.TakesLong"],
+        max_tenant_sessions=50,
+    )  # fmt: skip
     live, stop = host.start()
     yield live
     stop()
@@ -156,6 +159,21 @@ def test_chat_with_the_whole_conversation_can_use_a_session(sessions: Live) -> N
     assert info["num_tokens"] == made["usage"]["total_tokens"]
     for refused in ({"prompt": ["a", "b"]}, {"prompt": "a", "n": 2}, {"prompt": "a", "echo": True, "max_tokens": 0}):
         assert sessions.post("/v1/completions", {**refused, "session_id": "x"}).status_code == 400, refused
+
+
+def test_a_header_names_a_session_only_if_it_is_free(sessions: Live) -> None:
+    """opencode sends two requests of one session at a time; a body that names a busy session is refused."""
+    header = {"headers": {"X-Session-Id": "twice"}}
+    body = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4, "temperature": 0}
+    slow = {**body, "max_tokens": 200, "ignore_eos": True, "stream": True, "vllm_xargs": {"seconds": 0.02}}
+    with sessions.client.stream("POST", "/v1/chat/completions", json=slow, **header) as first:
+        lines = first.iter_lines()
+        next(lines)
+        second = sessions.post("/v1/chat/completions", body, **header)
+        assert (second.status_code, second.headers["x-quire-ignored"]) == (200, "X-Session-Id")
+        assert sessions.post("/v1/chat/completions", {**body, "session_id": "twice"}).status_code == 409
+    several = sessions.post("/v1/chat/completions", {**body, "n": 2, "temperature": 1}, **header)
+    assert (several.status_code, several.headers["x-quire-ignored"]) == (200, "X-Session-Id")
 
 
 def test_messages_are_answered_like_a_chat_and_streamed_with_its_events(sessions: Live) -> None:
@@ -340,3 +358,30 @@ def answers(url: str) -> bool:
         return httpx.get(f"{url}/ready").status_code == 200
     except httpx.TransportError:
         return False
+
+
+def test_a_tenant_at_its_quota_gets_429_and_sees_its_use(sessions: Live) -> None:
+    crowd = {"x-tenant": "crowd"}
+    for number in range(50):
+        made = sessions.client.post("/v1/sessions", json={"id": f"s{number}", "input": "hello"}, headers=crowd)
+        assert made.status_code == 200
+    asked: list[tuple[str, Any]] = [
+        ("/v1/sessions", {}),
+        ("/v1/sessions/s0/fork", {"id": "more"}),
+        ("/v1/completions", {"prompt": "hello", "session_id": "more", "max_tokens": 2}),
+    ]
+    for path, body in asked:
+        answer = sessions.client.post(path, json=body, headers=crowd)
+        assert answer.status_code == 429, answer.text
+        assert "50 of 50 sessions (max_tenant_sessions)" in answer.json()["error"]["message"]
+    exported = sessions.client.get("/v1/sessions/s0/export", headers=crowd).content
+    octets = {**crowd, "content-type": "application/octet-stream"}
+    assert sessions.client.post("/v1/sessions/import?id=more", content=exported, headers=octets).status_code == 429
+    page = sessions.client.get("/v1/sessions?limit=2", headers=crowd).json()
+    tokens = page["data"][0]["num_tokens"]
+    assert page["usage"]["sessions"] == 50 and page["usage"]["tokens"] == 50 * tokens and page["usage"]["bytes"] > 5000
+    assert sessions.client.get("/v1/sessions").json()["usage"] == {"sessions": 0, "tokens": 0, "bytes": 0}
+    assert sessions.post("/v1/sessions", {"id": "other"}).status_code == 200
+    assert sessions.client.delete("/v1/sessions/s1", headers=crowd).status_code == 200
+    assert sessions.client.post("/v1/sessions", json={}, headers=crowd).status_code == 200
+    delete_all(sessions.client, headers=crowd)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import random
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -15,6 +17,7 @@ from numpy.typing import NDArray
 from quire import LLM, RequestOutput, SamplingParams, StructuredOutputsParams
 from quire.engine.grammar import grammars as module
 from quire.engine.grammar.drafts import PlanDrafts
+from quire.engine.grammar.free_part import FreePart
 from quire.engine.grammar.wire import ForkServerSpec
 from quire.engine.grammar.xgrammar_backend import MOST_CERTAIN, GrammarSequence, GrammarVocabulary, compile_form
 from quire.errors import StepError
@@ -47,8 +50,8 @@ class Matched:
 
     def __init__(self, vocabulary: GrammarVocabulary, form: Constraint, min_tokens: int = 0, stops: Any = ()) -> None:
         grammar = compile_form(vocabulary.compiler, form)
-        after = (form.after or "").encode()
-        self._make = lambda: GrammarSequence(grammar, ENDS, [*ENDS, *stops], min_tokens, after, vocabulary.bytes)
+        free = FreePart(form, vocabulary.bytes)
+        self._make = lambda: GrammarSequence(grammar, ENDS, [*ENDS, *stops], min_tokens, free, vocabulary.bytes)
         self.sequence = self._make()
         self.tokens: list[int] = []
         self.lasts = {*ENDS, *stops}
@@ -77,6 +80,11 @@ FORMS = {
     "ended by a stop id": (Constraint(regex=r"[a-z]+@[a-z]+"), 0, (35,)),
     "min_tokens": (Constraint(regex="[ab]*"), 6, ()),
     "after a text": (Constraint(choice=["yes", "no"], after="the"), 3, ()),
+    "after a text, if one begins it": (
+        Constraint(choice=["yes", "the <b> is"], after="!", opening=["the ", " a"]),
+        0,
+        (),
+    ),
 }
 
 
@@ -119,6 +127,62 @@ def test_masks_along_drafts_are_those_of_the_drawn_tokens(vocabulary: GrammarVoc
     assert len(lengths) > 3
 
 
+@pytest.mark.parametrize("choices", [["yes", "no"], ["<b>", "<a>"], ["the", "a"], ["<"]])
+def test_a_free_part_begins_only_with_its_opening(vocabulary: GrammarVocabulary, choices: list[str]) -> None:
+    """Every allowed token of random outputs, against a search by text."""
+    openings, end = ["<a", "a the "], "er"
+    chance = random.Random(repr(choices))
+    seen = set()
+    names = [each.decode("latin-1") for each in vocabulary.bytes]
+    special = {name for name in names if name in ("<s>", "</s>", "<|user|>", "<|assistant|>")}
+    for _ in range(40):
+        form = Constraint(choice=choices, after=end, opening=openings)
+        matched, text, free = Matched(vocabulary, form), "", ""
+        phase = "opening"
+        for _ in range(14):
+            allowed = set(matched.allowed_after([]))
+            if phase == "opening":
+                wanted = {
+                    token
+                    for token, name in enumerate(names)
+                    if name and any(o.startswith(text + name) or (text + name).startswith(o) for o in openings)
+                }
+                wanted |= {
+                    token
+                    for token, name in enumerate(names)
+                    if name and name not in special and any(c.startswith(text + name) for c in choices)
+                }
+                wanted |= set(ENDS) if text in choices else set()
+            elif phase == "free":
+                wanted = set(range(len(names))) - set(ENDS)
+                allowed &= set(range(len(names)))
+            else:
+                wanted = {
+                    token
+                    for token, name in enumerate(names)
+                    if name and name not in special and any(c.startswith(text + name) for c in choices)
+                }
+                wanted |= set(ENDS) if text in choices else set()
+            assert allowed == wanted, (phase, text)
+            seen.add(phase)
+            likely = [token for token in allowed if names[token] in ("er", "<", "a") and chance.random() < 0.5]
+            token = chance.choice(likely or sorted(allowed))
+            if token in ENDS:
+                break
+            matched.accept(token)
+            text += names[token]
+            found = next((o for o in openings if text.startswith(o)), None)
+            if phase == "free":
+                free += names[token]
+            elif phase == "opening" and found is not None and not any(c.startswith(text) for c in choices):
+                phase, free = "free", text[len(found) :]
+            elif phase == "opening" and (found is not None or not any(o.startswith(text) for o in openings)):
+                phase = "form"
+            if phase == "free" and end in free:
+                phase, text = "form", ""
+    assert seen == {"opening", "free", "form"}
+
+
 def texts(tokens: list[int], vocabulary: GrammarVocabulary) -> bytes:
     return b"".join(vocabulary.bytes[token] for token in tokens)
 
@@ -145,6 +209,7 @@ def test_a_certain_run_is_the_text_that_the_grammar_leaves_no_choice_about(vocab
         (Constraint(regex="[ab]"), b""),
         (Constraint(regex="ab"), b"ab"),  # the end itself is no draft: it is drawn where the last draft is verified
         (Constraint(choice=["yes"], after="the"), b""),
+        (Constraint(choice=["the end"], after="x", opening=["<b>"]), b""),
         (Constraint(regex="a{40}"), b"a" * MOST_CERTAIN),
     ],
 )
@@ -265,6 +330,10 @@ def requests() -> tuple[list[list[int]], list[SamplingParams]]:
     ]
     thinking = Constraint(choice=["yes", "no", "not at all"], after="the")
     wanted += [params(thinking, temperature=1.2, logit_bias={100: 4.0}, seed=seed) for seed in (1, 2)]
+    optional = msgspec.structs.replace(thinking, after=["the", "er"], opening=["<a", "\n<a", "no!"])
+    biases = {33: 9.0, 70: 9.0, 101: 8.0}  # "<", "a", "the"
+    fields = {"temperature": 1.2, "n": 2, "max_tokens": 40, "logit_bias": biases}
+    wanted += [params(optional, seed=seed, **fields) for seed in (1, 2)]
     ended = Constraint(regex="[a-z]{3}@[a-z]{3}(the){3}!")
     wanted += [params(ended, stop=["@"]), params(ended, stop_token_ids=[35]), params(ended, min_tokens=30)]
     wanted += [params(Constraint(regex="[a-z]*"), min_tokens=15, logprobs=2, frequency_penalty=0.5)]
@@ -281,7 +350,10 @@ def results(outputs: list[RequestOutput]) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def expected(engines: Engines) -> list[RequestOutput]:
-    return engines(pipeline_depth=0).generate(*requests(), use_tqdm=False)
+    outputs = engines(pipeline_depth=0).generate(*requests(), use_tqdm=False)
+    written = [sample.text for output in outputs for sample in output.outputs]
+    assert any(re.fullmatch("<a.*(the|er)(yes|no|not at all)", text) for text in written), "one that thinks first"
+    return outputs
 
 
 @pytest.mark.parametrize(
@@ -344,6 +416,19 @@ def test_a_dead_end_behind_a_draft_ends_the_request_as_without_drafts(engines: E
         assert results(llm.generate(prompts, wanted, use_tqdm=False)) == found
     assert tally.accepted > 10
     assert_idle(llm)
+
+
+def test_predictions_of_structured_outputs(engines: Engines) -> None:
+    """What a client expects, right, with something before it, and without its beginning."""
+    form = params(Constraint(regex="[a-z]{30}!"), max_tokens=60)
+    (expected,) = engines(pipeline_depth=0).generate([PROMPT], form, use_tqdm=False)
+    llm = engines(speculative_config={"method": "grammar"}, pipeline_depth=0)
+    right = list(expected.outputs[0].token_ids)
+    for prediction, least in ((right, 20), ([95, 97, *right], 12), (right[5:], 10), ([95, 97], 0)):
+        tally = Tally(llm)
+        prompt: Any = {"prompt_token_ids": PROMPT, "prediction": prediction}
+        assert results(llm.generate([prompt], form, use_tqdm=False)) == results([expected])
+        assert tally.accepted >= least
 
 
 def test_a_text_without_a_choice_takes_few_steps(engines: Engines) -> None:

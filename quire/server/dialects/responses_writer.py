@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import uuid
 from collections.abc import Sequence
 from typing import Any
@@ -9,14 +10,18 @@ from typing import Any
 import msgspec
 
 from quire.output.parsers.deltas import CallArguments, CallEnd, CallStart, Content, Delta, Reasoning
+from quire.server.dialects.responses_tools import OfferedTools
 from quire.server.errors import ApiError
 from quire.server.protocol.chat import TokenLogprob
 from quire.server.protocol.common import Usage
+from quire.server.protocol.conversation import custom_input
 from quire.server.protocol.response_events import (
     ResponseArgumentsDelta,
     ResponseArgumentsDone,
     ResponseCompleted,
     ResponseCreated,
+    ResponseCustomInputDelta,
+    ResponseCustomInputDone,
     ResponseEvent,
     ResponseFailed,
     ResponseIncomplete,
@@ -25,17 +30,20 @@ from quire.server.protocol.response_events import (
     ResponseItemDone,
     ResponsePartAdded,
     ResponsePartDone,
+    ResponseQueued,
     ResponseReasoningDelta,
     ResponseReasoningDone,
     ResponseTextDelta,
     ResponseTextDone,
 )
 from quire.server.protocol.responses import (
+    ResponseConversation,
     ResponseFailure,
     ResponseIncompleteDetails,
     ResponseInputTokensDetails,
     ResponseObject,
     ResponseOutputCall,
+    ResponseOutputCustomCall,
     ResponseOutputItem,
     ResponseOutputMessage,
     ResponseOutputReasoning,
@@ -48,13 +56,19 @@ from quire.server.protocol.responses import (
 from quire.server.protocol.sampling import given_scalars
 
 
-def new_response(request: ResponsesRequest, response_id: str, created: int, model: str) -> ResponseObject:
+def new_response(
+    request: ResponsesRequest, response_id: str, created: int, model: str, store: bool = False
+) -> ResponseObject:
     """An empty response, with the request's parameters."""
+    conversation = request.conversation_id
     text = {"format": {"type": "text"}}
     if request.text is not None and request.text.format is not None:
         given = msgspec.structs.asdict(request.text.format)
         text = {"format": {name: value for name, value in given.items() if value is not None}}
     scalars = given_scalars(request)
+    choice: Any = request.tool_choice or "auto"
+    if not isinstance(choice, str):
+        choice = {name: value for name, value in msgspec.to_builtins(choice).items() if value is not None}
     return ResponseObject(
         id=response_id,
         created_at=created,
@@ -64,11 +78,15 @@ def new_response(request: ResponsesRequest, response_id: str, created: int, mode
         max_output_tokens=request.max_output_tokens,
         max_tool_calls=request.max_tool_calls,
         parallel_tool_calls=request.parallel_tool_calls is not False,
+        previous_response_id=request.previous_response_id,
+        conversation=None if conversation is None else ResponseConversation(id=conversation),
         reasoning=request.reasoning,
+        store=store,
+        background=bool(request.background),
         temperature=scalars.get("temperature"),
         text=text,
-        tool_choice=request.tool_choice or "auto",
-        tools=request.tools or [],
+        tool_choice=choice,
+        tools=[_as_returned(tool) for tool in request.tools or ()],
         top_logprobs=request.top_logprobs or 0,
         top_p=scalars.get("top_p"),
         truncation=request.truncation or "disabled",
@@ -79,8 +97,9 @@ def new_response(request: ResponsesRequest, response_id: str, created: int, mode
 class ResponseWriter:
     """Builds a response from deltas and returns the events of each change, which are ignored without streaming."""
 
-    def __init__(self, response: ResponseObject) -> None:
+    def __init__(self, response: ResponseObject, tools: OfferedTools) -> None:
         self.response = response
+        self._tools = tools
         self._events: list[ResponseEvent] = []
         self._sequence = 0
         self._text: list[str] = []
@@ -89,9 +108,18 @@ class ResponseWriter:
         """Logprobs of tokens whose text is held back."""
         self._is_open = False
 
+    def queue(self) -> list[ResponseEvent]:
+        """The answer is to be generated later."""
+        self.response.status = "queued"
+        self._emit(ResponseCreated(response=self._snapshot()), ResponseQueued(response=self._snapshot()))
+        return self._take_events()
+
     def start(self) -> list[ResponseEvent]:
         """Begin the answer."""
-        self._emit(ResponseCreated(response=self._snapshot()), ResponseInProgress(response=self._snapshot()))
+        if self.response.status != "queued":
+            self._emit(ResponseCreated(response=self._snapshot()))
+        self.response.status = "in_progress"
+        self._emit(ResponseInProgress(response=self._snapshot()))
         return self._take_events()
 
     def write(self, deltas: Sequence[Delta], logprobs: Sequence[TokenLogprob] = ()) -> list[ResponseEvent]:
@@ -106,7 +134,8 @@ class ResponseWriter:
                 self._add_call(delta)
             elif isinstance(delta, CallArguments):
                 self._text.append(delta.text)
-                self._emit(ResponseArgumentsDelta(**self._position, delta=delta.text))
+                if isinstance(self._item, ResponseOutputCall):
+                    self._emit(ResponseArgumentsDelta(**self._position, delta=delta.text))
             elif isinstance(delta, CallEnd):
                 self._close("completed" if delta.complete else "incomplete")
         if deltas:
@@ -119,16 +148,22 @@ class ResponseWriter:
         self._close("completed" if is_whole else "incomplete")
         response = self.response
         if not response.output:
-            self._open(ResponseOutputMessage(_new_id("msg"), "in_progress", []))
+            self._open(ResponseOutputMessage(new_item_id("msg"), "in_progress", []))
             self._close("completed" if is_whole else "incomplete")
         response.usage = _usage(usage)
         if is_whole:
-            response.status = "completed"
+            response.status, response.completed_at = "completed", int(time.time())
             self._emit(ResponseCompleted(response=self._snapshot()))
         else:
             response.status = "incomplete"
             response.incomplete_details = ResponseIncompleteDetails("max_output_tokens")
             self._emit(ResponseIncomplete(response=self._snapshot()))
+        return self._take_events()
+
+    def cancel(self) -> list[ResponseEvent]:
+        """End the answer because the client wants no more of it."""
+        self._close("incomplete")
+        self.response.status = "cancelled"
         return self._take_events()
 
     def fail(self, error: ApiError) -> list[ResponseEvent]:
@@ -151,7 +186,7 @@ class ResponseWriter:
 
     def _add_text(self, text: str) -> None:
         if not (self._is_open and isinstance(self._item, ResponseOutputMessage)):
-            self._open(ResponseOutputMessage(_new_id("msg"), "in_progress", []))
+            self._open(ResponseOutputMessage(new_item_id("msg"), "in_progress", []))
         self._text.append(text)
         logprobs, self._pending = self._pending, []
         self._logprobs += logprobs
@@ -159,12 +194,12 @@ class ResponseWriter:
 
     def _add_reasoning(self, text: str) -> None:
         if not (self._is_open and isinstance(self._item, ResponseOutputReasoning)):
-            self._open(ResponseOutputReasoning(_new_id("rs"), "in_progress", []))
+            self._open(ResponseOutputReasoning(new_item_id("rs"), "in_progress", []))
         self._text.append(text)
         self._emit(ResponseReasoningDelta(**self._position, delta=text))
 
     def _add_call(self, start: CallStart) -> None:
-        self._open(ResponseOutputCall(_new_id("fc"), "in_progress", start.id, start.name, ""))
+        self._open(self._tools.item_of(start))
 
     def _open(self, item: ResponseOutputItem) -> None:
         self._close("completed")
@@ -194,6 +229,12 @@ class ResponseWriter:
             self._emit(
                 ResponseReasoningDone(**self._position, text=text), ResponsePartDone(**self._position, part=reasoning)
             )
+        elif isinstance(item, ResponseOutputCustomCall):
+            item.input = custom_input(text)
+            self._emit(
+                ResponseCustomInputDelta(**self._position, delta=item.input),
+                ResponseCustomInputDone(**self._position, input=item.input),
+            )
         else:
             item.arguments = text
             self._emit(ResponseArgumentsDone(**self._position, name=item.name, arguments=text))
@@ -219,12 +260,20 @@ class ResponseWriter:
 
 def _copy(item: ResponseOutputItem) -> ResponseOutputItem:
     """A snapshot: events are encoded after the item may have changed."""
-    if isinstance(item, ResponseOutputCall):
+    if isinstance(item, ResponseOutputCall | ResponseOutputCustomCall):
         return msgspec.structs.replace(item)
     return msgspec.structs.replace(item, content=list(item.content))
 
 
-def _new_id(kind: str) -> str:
+def _as_returned(tool: dict[str, Any]) -> dict[str, Any]:
+    """A tool as responses repeat it: a function with all of its fields."""
+    if tool.get("type", "function") != "function":
+        return tool
+    return {"type": "function", "description": None, "parameters": None, "strict": None, **tool}
+
+
+def new_item_id(kind: str) -> str:
+    """An id for an item of this kind."""
     return f"{kind}_{uuid.uuid4().hex}"
 
 

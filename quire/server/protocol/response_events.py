@@ -31,6 +31,10 @@ class ResponseCreated(ResponseEvent, tag="response.created", kw_only=True):
     response: ResponseObject
 
 
+class ResponseQueued(ResponseEvent, tag="response.queued", kw_only=True):
+    response: ResponseObject
+
+
 class ResponseInProgress(ResponseEvent, tag="response.in_progress", kw_only=True):
     response: ResponseObject
 
@@ -101,8 +105,17 @@ class ResponseArgumentsDone(_ItemEvent, tag="response.function_call_arguments.do
     arguments: str
 
 
+class ResponseCustomInputDelta(_ItemEvent, tag="response.custom_tool_call_input.delta", kw_only=True):
+    delta: str
+
+
+class ResponseCustomInputDone(_ItemEvent, tag="response.custom_tool_call_input.done", kw_only=True):
+    input: str
+
+
 AnyResponseEvent = Union[
     ResponseCreated,
+    ResponseQueued,
     ResponseInProgress,
     ResponseCompleted,
     ResponseIncomplete,
@@ -117,4 +130,6 @@ AnyResponseEvent = Union[
     ResponseReasoningDone,
     ResponseArgumentsDelta,
     ResponseArgumentsDone,
+    ResponseCustomInputDelta,
+    ResponseCustomInputDone,
 ]

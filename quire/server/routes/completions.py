@@ -14,9 +14,9 @@ from quire.messages.outputs import CompletionOutput, RequestOutput
 from quire.server.context import ServerContext
 from quire.server.errors import bad_request
 from quire.server.generation import GenerationJob, UsageCounter, generate, requested_session
-from quire.server.http import Exchange, encode
-from quire.server.logprobs import Position, completion_logprobs, prompt_logprobs
-from quire.server.protocol.common import has_many_prompts, request_timings
+from quire.server.http import Exchange, encode, event_bytes
+from quire.server.logprobs import Position, completion_logprobs, prompt_logprobs, takes_long
+from quire.server.protocol.common import Usage, has_many_prompts, request_timings
 from quire.server.protocol.completions import (
     MAX_TOKENS,
     CompletionChoice,
@@ -26,9 +26,6 @@ from quire.server.protocol.completions import (
 )
 from quire.server.protocol.sampling import beam_search_params, sampling_params
 from quire.server.routing import Route
-
-MANY_DETAILS = 4096
-"""Logprobs: a response with more is written in a thread."""
 
 
 async def create(context: ServerContext, exchange: Exchange) -> None:
@@ -57,19 +54,49 @@ def prepare(context: ServerContext, exchange: Exchange, request: CompletionReque
     turn = requested_session(exchange, request, search)
     if turn is not None and (len(prompts) > 1 or request.max_tokens == 0):
         raise bad_request("a session's turn has one prompt and generates at least one token", "session_id")
+    if request.suffix:
+        if not context.llm.inputs.fill_in_middle.is_supported:
+            raise bad_request(context.llm.inputs.fill_in_middle.refusal(context.names[0]), "suffix")
+        context.llm.inputs.end_middle(params)
     jobs = []
+    from_start = request.truncation_side == "right"
     for prompt in prompts:
         check_abandoned()
         text = prompt if isinstance(prompt, str) else None
-        if isinstance(prompt, str):
+        if request.suffix:
+            text, tokens = _fill_in_middle(context, request, prompt)
+        elif isinstance(prompt, str):
             adds = request.add_special_tokens is not False
-            tokens = context.tokenize(prompt, adds, params.truncate_prompt_tokens)
+            tokens = context.tokenize(prompt, adds, params.truncate_prompt_tokens, from_start=from_start)
         else:
-            tokens = prompt
+            keep = params.truncate_prompt_tokens or 0
+            tokens = prompt[:keep] if from_start and keep > 0 else prompt
         if params.truncate_prompt_tokens is None:
             context.check_length(len(tokens), limit)
-        jobs.append(GenerationJob(tokens, params, text, request.priority or 0, request.cache_salt, search, turn))
+        job = GenerationJob(tokens, params, text, request.priority or 0, request.cache_salt, search, turn)
+        job.is_turn_optional = turn is not None and request.session_id is None
+        jobs.append(job)
     return jobs
+
+
+def _fill_in_middle(
+    context: ServerContext, request: CompletionRequest, prompt: str | list[int]
+) -> tuple[str, list[int]]:
+    """The text before the middle, and the tokens of the whole prompt."""
+    keep = request.truncate_prompt_tokens
+    keep = context.max_model_len - 1 if keep is not None and keep < 0 else keep
+    if isinstance(prompt, str):
+        text, prefix = prompt, context.tokenize(prompt, False, keep)
+    else:
+        text, prefix = "" if context.tokenizer is None else context.texts.decode(prompt), prompt
+    tokens = context.llm.inputs.fill_in_middle.prompt(
+        prefix,
+        request.suffix or "",
+        lambda part: context.tokenize(part, False, field="suffix"),
+        keep,
+        request.add_special_tokens is not False,
+    )
+    return text, tokens
 
 
 def _check_prompt_count(context: ServerContext, prompts: int, sequences: int) -> None:
@@ -127,13 +154,11 @@ class CompletionAnswer:
     def _has_many_details(self, outputs: Sequence[RequestOutput]) -> bool:
         """Whether logprobs, or the text of a long prompt, take long to write."""
         request = self._request
-        top = max(request.logprobs or 0, request.prompt_logprobs or 0)
-        if request.logprobs is None and request.prompt_logprobs is None and not request.echo:
-            return False
-        sizes = (
-            len(output.prompt_token_ids) + sum(len(each.token_ids) for each in output.outputs) for output in outputs
-        )
-        return sum(sizes) * (1 + top) > MANY_DETAILS
+        tops = [top for top in (request.logprobs, request.prompt_logprobs) if top is not None]
+        tokens = sum(len(each.token_ids) for output in outputs for each in output.outputs)
+        if tops or request.echo:
+            tokens += sum(len(output.prompt_token_ids) for output in outputs)
+        return -1 in tops or takes_long(tokens, max(tops, default=0 if request.echo else None))
 
     def _whole(self, outputs: Sequence[RequestOutput]) -> bytes:
         """The encoded response."""
@@ -143,6 +168,7 @@ class CompletionAnswer:
             choices += [self._choice(index, output, sequence) for sequence in output.outputs]
         response = self._response(choices)
         response.usage = self._counter.usage
+        response.service_tier = response.system_fingerprint = response.kv_transfer_params = None
         if self._wants_timings:
             timings = [request_timings(output) for output in outputs]
             response.metrics = timings[0] if len(timings) == 1 else timings
@@ -164,12 +190,14 @@ class CompletionAnswer:
                     if progress.is_finished or not (sequence.token_ids or sequence.finish_reason):
                         continue
                     progress.is_finished = sequence.finish_reason is not None
-                    is_long = request.echo and not progress.is_started and self._has_many_details([output])
-                    choice = await self._exchange.call(bool(is_long), self._choice, index, output, sequence)
-                    chunk = self._response([choice])
-                    if continuous:
-                        chunk.usage = self._counter.usage
-                    await events.send(chunk)
+                    # All that was generated while a client did not read comes at once.
+                    is_long = takes_long(len(sequence.token_ids) * self._n, request.logprobs)
+                    if not progress.is_started and (request.echo or request.prompt_logprobs is not None):
+                        is_long = self._has_many_details([output])
+                    usage = self._counter.usage if continuous else None
+                    await events.send_bytes(
+                        await self._exchange.call(is_long, self._event, index, output, sequence, usage)
+                    )
         if request.include_usage or forced or self._wants_timings:
             closing = self._response([])
             if request.include_usage or forced:
@@ -179,6 +207,13 @@ class CompletionAnswer:
                 closing.metrics = timings[0] if len(timings) == 1 else timings
             await events.send(closing)
         await events.close()
+
+    def _event(self, index: int, output: RequestOutput, sequence: CompletionOutput, usage: Usage | None) -> bytes:
+        """New output of a choice as an encoded event."""
+        chunk = self._response([self._choice(index, output, sequence)])
+        if usage is not None:
+            chunk.usage = usage
+        return event_bytes(chunk)
 
     def _count(self, index: int, output: RequestOutput) -> None:
         self._counter.add(index, output)
@@ -202,6 +237,8 @@ class CompletionAnswer:
             finish_reason="length" if self._only_echo and sequence.finish_reason else sequence.finish_reason,
             stop_reason=None if self._only_echo else sequence.stop_reason,
         )
+        if not request.stream:
+            choice.token_ids = choice.prompt_token_ids = choice.prompt_logprobs = None
         if request.logprobs is not None:
             choice.logprobs = self._logprobs(progress, output, sequence, is_first)
         if request.return_token_ids:

@@ -53,7 +53,7 @@ class Cleaner:
         return self._log.size < before
 
     def _choose(self, hard: bool) -> bool:
-        if not hard and self._log.size <= 2 * self._catalog.live + 2 * self._log.file_bytes:
+        if not hard and self._log.size <= 2 * self._catalog.live + 2 * self._log.roll_bytes:
             return False
         files = [f for f in self._log.files.values() if f.number not in (self._log.active, *self._uncleanable)]
         usage = self._catalog.usage
@@ -69,7 +69,7 @@ class Cleaner:
         usage = catalog.usage.get(file)
         if usage is not None:
             entries = [catalog.by_id[number] for number in _first_few(usage.sessions)]
-            chunks = [catalog.chunks[number] for number in _first_few(usage.chunks)]
+            chunks = [catalog.chunks[number] for number in catalog.chunks.in_file(file, FRAMES_AT_ONCE)]
             tombstones = {number: catalog.tombstones[number] for number in _first_few(usage.tombstones)}
             frames = [entry.state_frame(entry.state) for entry in entries]
             for chunk in chunks:

@@ -144,7 +144,57 @@ def olmo3(calls: list[Call]) -> str:
     return "\n".join(["<function_calls>", *lines, "</function_calls>"])
 
 
+def lfm2(calls: list[Call]) -> str:
+    each = [f"{name}({', '.join(f'{key}={value!r}' for key, value in given.items())})" for name, given in calls]
+    return f"<|tool_call_start|>[{', '.join(each)}]<|tool_call_end|>"
+
+
+def each_object(calls: list[Call], opening: str, closing: str, key: str = "arguments") -> str:
+    return "".join(opening + json.dumps({"name": name, key: given}) + closing for name, given in calls)
+
+
+def step3(calls: list[Call]) -> str:
+    each = []
+    for name, arguments in calls:
+        given = "".join(
+            f'<steptml:parameter name="{key}">{plain(value)}</steptml:parameter>' for key, value in arguments.items()
+        )
+        invoke = f'<steptml:invoke name="{name}">{given}</steptml:invoke>'
+        each.append(f"<｜tool_call_begin｜>function<｜tool_sep｜>{name}\n{invoke}<｜tool_call_end｜>")
+    return "<｜tool_calls_begin｜>" + "<｜tool_sep｜>".join(each) + "<｜tool_calls_end｜>"
+
+
+def hy_v3(calls: list[Call]) -> str:
+    text = "<tool_calls>\n"
+    for name, arguments in calls:
+        text += f"<tool_call>{name}<tool_sep>\n"
+        for key, value in arguments.items():
+            text += f"<arg_key>{key}</arg_key>\n<arg_value>{plain(value)}</arg_value>\n"
+        text += "</tool_call>\n"
+    return text + "</tool_calls>"
+
+
+def minicpm5(calls: list[Call]) -> str:
+    text = ""
+    for name, arguments in calls:
+        given = "".join(f'<param name="{key}">{plain(value)}</param>' for key, value in arguments.items())
+        text += f'<function name="{name}">{given}</function>\n'
+    return text.rstrip("\n")
+
+
 WRITERS: dict[str, Callable[[list[Call]], str]] = {
+    "apertus": lambda calls: f"<|tools_prefix|>{json.dumps([{name: given} for name, given in calls])}<|tools_suffix|>",
+    "dots": lambda calls: invokes(calls, "dots_function_call", "", False),
+    "minicpm5": minicpm5,
+    "deepseek_v4": lambda calls: invokes(calls, "tool_calls", "｜DSML｜", True),
+    "gigachat3": lambda calls: each_object(calls, "<|message_sep|>\n\nfunction call<|role_sep|>\n", ""),
+    "granite-20b-fc": lambda calls: each_object(calls, "<function_call> ", "\n").rstrip(),
+    "hy_v3": hy_v3,
+    "internlm": lambda calls: each_object(calls, "<|action_start|><|plugin|>\n", "<|action_end|>", "parameters"),
+    "lfm2": lfm2,
+    "longcat": lambda calls: each_object(calls, "<longcat_tool_call>\n", "\n</longcat_tool_call>\n").rstrip(),
+    "step3": step3,
+    "xlam": lambda calls: "<tool_call>" + objects(calls) + "</tool_call>",
     "cohere_command3": cohere,
     "olmo3": olmo3,
     "deepseek_v3": deepseek_v3,
@@ -162,7 +212,19 @@ WRITERS: dict[str, Callable[[list[Call]], str]] = {
     "qwen3_coder": lambda calls: functions(calls, "tool_call", "\n"),
     "seed_oss": lambda calls: functions(calls, "seed:tool_call", ""),
 }
-SAME = {"glm47": "glm45", "granite4": "hermes", "llama4_pythonic": "pythonic", "qwen3_xml": "qwen3_coder"}
+SAME = {
+    "cohere_command4": "cohere_command3",
+    "ernie45": "hermes",
+    "glm47": "glm45",
+    "granite4": "hermes",
+    "hunyuan_a13b": "jamba",
+    "llama4_json": "llama3_json",
+    "llama4_pythonic": "pythonic",
+    "mimo": "qwen3_coder",
+    "poolside_v1": "glm45",
+    "qwen3_xml": "qwen3_coder",
+    "step3p5": "qwen3_coder",
+}
 
 
 def test_every_format_is_tested() -> None:
@@ -321,6 +383,44 @@ def test_no_text_takes_more_than_linear_time(name: str, part: str) -> None:
     assert seconds < 2
 
 
+def test_the_id_of_a_call_of_kimi_is_its_own() -> None:
+    answer = make_tool_parser("kimi_k2").parse(kimi_k2([("f", {}), ("get_weather", {})]))
+    assert [call.id for call in answer.calls] == ["functions.f:0", "functions.get_weather:1"]
+    unnumbered = kimi_k2([("f", {})]).replace("functions.f:0", "f")
+    assert make_tool_parser("kimi_k2").parse(unnumbered).calls[0].id.startswith("call_")
+
+
+@pytest.mark.parametrize("name", ["kimi_k2", "deepseek_v31", "deepseek_v3"])
+def test_a_broken_call_in_a_section_does_not_hide_the_next(name: str) -> None:
+    text = WRITERS[name]([("f", {"count": 1}), ("f", {"count": 2})]).replace('{"count": 1}', '{"count": 1')
+    broken, good = make(name).parse(text).calls
+    assert not broken.complete and (good.complete, good.arguments) == (True, '{"count": 2}')
+
+
+def test_other_ways_of_dots_and_minicpm() -> None:
+    call = '<dots_function_call>{"name": "f", "arguments": {"count": 1}}</dots_function_call>'
+    assert calls_of(make("dots").parse(call + call)) == [("f", {"count": 1})] * 2
+    section = (
+        '<function name="f"><param name="text"><![CDATA[a </param> b]]></param><param name="count">1</param></function>'
+    )
+    assert calls_of(make("minicpm5").parse(section)) == [("f", {"text": "a </param> b", "count": 1})]
+
+
+def test_other_places_of_xlam() -> None:
+    calls = objects([("f", {"count": 1})])
+    for before in ("<think>Hm.</think>", "I look.[TOOL_CALLS]", "I look.\n", "I look.\n```json\n"):
+        for pieces in ([before + calls], before + calls):
+            answer = read(make("xlam"), pieces)
+            assert calls_of(answer) == [("f", {"count": 1})]
+            assert answer.content == ("I look." if "look" in before else before)
+    assert make("xlam").parse(f"see {calls}").calls == []
+
+
+def test_gemma_may_leave_out_commas_after_strings() -> None:
+    text = "<start_function_call>call:f{text:<escape>NYC<escape>count:3,maybe:<escape>x<escape>}<end_function_call>"
+    assert calls_of(make("functiongemma").parse(text)) == [("f", {"text": "NYC", "count": 3, "maybe": "x"})]
+
+
 # Harmony: reasoning, content and calls in one format.
 
 ANALYSIS = "<|channel|>analysis<|message|>I think.\nSo.<|end|>"
@@ -406,12 +506,19 @@ def test_a_required_call_of_gpt_oss_is_json_in_the_final_channel() -> None:
         ("glm45", "\n<think>I think. Here is it.</think>\nYes."),
         ("deepseek_v3", "<think>I think. Here is it.</think>\n\nYes."),
         ("minimax_m2", "<think>\nI think. Here is it.\n</think>\n\nYes."),
+        ("poolside_v1", "<think>\nI think. Here is it.\n</think>\n\nYes."),
     ],
 )
 def test_reasoning_of_model_families(name: str, text: str) -> None:
     for place in range(len(text) + 1):
         answer = read(make_reasoning_split(name), [text[:place], text[place:]])
         assert (answer.reasoning, answer.content) == ("I think. Here is it.", "Yes.")
+
+
+def test_reasoning_that_stays_in_the_content() -> None:
+    split = make_reasoning_split("minimax_m2_append_think", "]~b]ai\n<think>\n")
+    answer = split.parse("Hm.\n</think>\n\nYes.")
+    assert (answer.reasoning, answer.content) == ("", "<think>Hm.\n</think>\n\nYes.")
 
 
 def test_marks_around_an_answer_of_cohere_are_dropped() -> None:
@@ -442,6 +549,9 @@ def test_an_answer_without_reasoning_is_content(name: str) -> None:
         ("'<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>'+tool['type']+'<｜tool▁sep｜>'", "deepseek_v3"),
         ("<start_function_call>call:", "functiongemma"),
         ("<|tool_call>call:", "gemma4"),
+        ("List of tools: <|tool_list_start|>[", "lfm2"),
+        ("<tool_calls>\n<tool_call>f<tool_sep>\n<arg_key>", "hy_v3"),
+        ("<｜DSML｜tool_calls>", "deepseek_v4"),
         ("<tool_call>\n{{name}}\n</tool_call>", "hermes"),
         ("no marks", "json"),
         (None, "json"),

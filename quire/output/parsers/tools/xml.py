@@ -1,4 +1,4 @@
-"""Qwen3-Coder, Seed-OSS, GLM-4.5, MiniMax-M2, DeepSeek V3.2: a tag for each parameter, whose value is plain text.
+"""Qwen3-Coder, Seed-OSS, GLM, Hunyuan 3, MiniCPM 5: a tag for each parameter, with plain text in it.
 
 The text does not say whether `1` is a number or a string: the tool's schema does. Where there is none, text that is
 JSON but not a JSON string is taken as JSON.
@@ -145,9 +145,11 @@ class SeedOssParser(Qwen3CoderParser):
 class Glm45Parser(XmlParser):
     """`<tool_call>f\\n<arg_key>a</arg_key>\\n<arg_value>value</arg_value>\\n</tool_call>`."""
 
-    tags = ("<tool_call>",)
+    tags: ClassVar[tuple[str, ...]] = ("<tool_call>",)
     value_end = "</arg_value>"
     _name = re.compile(r"[^\s<>{}\[\]]+")
+    separator: ClassVar[str] = ""
+    """What may follow the name."""
     _key = re.compile(r"[^<]+")
     notation = (
         "To call one, answer with its name and arguments in these tags, once for each call:\n<tool_call>tool_name\n"
@@ -158,6 +160,8 @@ class Glm45Parser(XmlParser):
     def _calls(self, opener: str) -> Reads[None]:
         yield from self._skip_spaces()
         name = yield from self._take_run(self._name)
+        if self.separator:
+            yield from self._take_word(self.separator)
         yield from self._skip_spaces()
         is_call = (yield from self._is_next("<arg_key>")) or (yield from self._is_next("</tool_call>"))
         if not is_call or not self._accepts(name, is_marked=True):
@@ -177,74 +181,65 @@ class Glm45Parser(XmlParser):
         self._finish_call(count == 0, complete=is_closed)
 
 
-class MiniMaxM2Parser(XmlParser):
-    """`<minimax:tool_call>\\n<invoke name="f">\\n<parameter name="a">value</parameter>\\n</invoke>\\n…`."""
+class HunyuanV3Parser(Glm45Parser):
+    """Hunyuan 3: `<tool_calls><tool_call>f<tool_sep>` and the rest as in GLM-4.5, with a mark around all calls."""
 
-    tags = ("<minimax:tool_call>",)
-    mark: ClassVar[str] = ""
-    """What precedes the name in every tag."""
-    wrapper_end: ClassVar[str] = "</minimax:tool_call>"
-    value_end = "</parameter>"
-    _name = re.compile(r"[^<>\"\n]+")
-    notation = (
-        "To call tools, answer with their names and parameters in these tags:\n<minimax:tool_call>\n"
-        '<invoke name="tool_name">\n<parameter name="a_parameter">its value</parameter>\n</invoke>\n'
-        "</minimax:tool_call>\nWhere no tool helps, answer in plain words."
-    )
-
-    def _calls(self, opener: str) -> Reads[None]:
-        first = self._count
-        yield from self._skip_spaces()
-        while (yield from self._take_word(f'<{self.mark}invoke name="')):
-            name = yield from self._take_until(self._name, '">')
-            if not self._accepts(name, is_marked=True) or not (yield from self._invoke(name)):
-                return
-            yield from self._skip_spaces()
-        if (yield from self._take_word(self.wrapper_end)) and self._count > first:  # an empty wrapper is text
-            self._held.clear()
-
-    def _invoke(self, name: str) -> Reads[bool]:
-        self._start(name)
-        count = 0
-        yield from self._skip_spaces()
-        while (yield from self._take_word(f'<{self.mark}parameter name="')):
-            key = yield from self._take_until(self._name, '"')
-            is_string = yield from self._kind()
-            is_open = yield from self._take_word(">")
-            if not key or not is_open or not (yield from self._stream_value(name, key, count == 0, is_string)):
-                self._finish_call(count == 0, complete=False)
-                return False
-            count += 1
-            yield from self._skip_spaces()
-        is_closed = yield from self._take_word(f"</{self.mark}invoke>")
-        self._finish_call(count == 0, complete=is_closed)
-        return is_closed
-
-    def _kind(self) -> Reads[bool | None]:
-        """Whether the tag says that the value is a string."""
-        return None
-        yield
-
-
-class DeepSeekV32Parser(MiniMaxM2Parser):
-    """DeepSeek V3.2: the same with `｜DSML｜` in every tag, and `string="true"` where the value is a string."""
-
-    tags = ("<｜DSML｜function_calls>",)
-    mark = "｜DSML｜"
-    wrapper_end = "</｜DSML｜function_calls>"
-    value_end = "</｜DSML｜parameter>"
+    tags = ("<tool_calls>", "<tool_call>")
+    separator = "<tool_sep>"
     needs_special_tokens = True
     notation = (
-        "To call tools, answer with their names and parameters in these tags:\n<｜DSML｜function_calls>\n"
-        '<｜DSML｜invoke name="tool_name">\n<｜DSML｜parameter name="a_parameter" string="true">its value'
-        "</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜function_calls>\n"
+        "To call tools, answer with their names and arguments in these tags:\n<tool_calls>\n<tool_call>tool_name"
+        "<tool_sep>\n<arg_key>a_parameter</arg_key>\n<arg_value>its value</arg_value>\n</tool_call>\n</tool_calls>\n"
         "Where no tool helps, answer in plain words."
     )
 
-    def _kind(self) -> Reads[bool | None]:
-        if (yield from self._take_word(' string="true"')):
-            return True
-        return False if (yield from self._take_word(' string="false"')) else None
+    def _calls(self, opener: str) -> Reads[None]:
+        if opener == "<tool_call>":
+            yield from super()._calls(opener)
+            return
+        first = self._count
+        yield from self._skip_spaces()
+        while (yield from self._take_word("<tool_call>")):
+            count = self._count
+            yield from super()._calls(opener)
+            if self._count == count or not self._is_whole:
+                return
+            yield from self._skip_spaces()
+        if (yield from self._take_word("</tool_calls>")) and self._count > first:
+            self._held.clear()
+
+
+class MiniCpm5Parser(XmlParser):
+    """MiniCPM 5: `<function name="f"><param name="a">value</param></function>`; a value may be a CDATA section."""
+
+    tags = ('<function name="',)
+    value_end = "</param>"
+    needs_special_tokens = True
+    _name = re.compile(r"[^<>\"\n]+")
+    notation = (
+        "To call one, answer with its name and parameters in these tags, once for each call:\n"
+        '<function name="tool_name"><param name="a_parameter">its value</param></function>\n'
+        "Where no tool helps, answer in plain words."
+    )
+
+    def _calls(self, opener: str) -> Reads[None]:
+        name = yield from self._take_until(self._name, '">')
+        yield from self._skip_spaces()
+        is_call = (yield from self._is_next('<param name="')) or (yield from self._is_next("</function>"))
+        if not is_call or not self._accepts(name, is_marked=True):
+            return
+        self._start(name)
+        count = 0
+        while (yield from self._take_word('<param name="')):
+            key = yield from self._take_until(self._name, '">')
+            is_section = yield from self._take_word("<![CDATA[")
+            self.value_end = "]]></param>" if is_section else "</param>"  # type: ignore[misc]
+            if not key or not (yield from self._stream_value(name, key, count == 0)):
+                self._finish_call(count == 0, complete=False)
+                return
+            count += 1
+            yield from self._skip_spaces()
+        self._finish_call(count == 0, complete=(yield from self._take_word("</function>")))
 
 
 def _schema_of(offered: Collection[str] | None, name: str, key: str) -> Any:
