@@ -75,7 +75,7 @@ class GeneratedChoice:
         deltas = self._reader.push(sequence.text) if sequence.text else []
         if reason is not None:
             deltas = deltas + self._reader.finish()
-        self._count_reasoning(deltas, len(sequence.token_ids))
+        self._count_reasoning(deltas, sequence)
         deltas = [delta for delta in deltas if self._keeps(delta)]
         return deltas, None if reason is None else self._plan.finish_reason(reason, self.calls)
 
@@ -84,12 +84,16 @@ class GeneratedChoice:
         """Whether the answer is parsed for tool calls."""
         return self._plan.is_active
 
-    def _count_reasoning(self, deltas: list[Delta], tokens: int) -> None:
-        kinds = {type(delta) for delta in deltas}
+    def _count_reasoning(self, deltas: list[Delta], sequence: CompletionOutput) -> None:
+        """Count tokens whose text is reasoning. A piece with its end, which has several tokens if they were read late,
+        is divided by characters."""
+        kinds, tokens = {type(delta) for delta in deltas}, len(sequence.token_ids)
         if self._is_reasoning and kinds <= {Reasoning}:
             self.reasoning_tokens += tokens
-        elif kinds:
+        elif self._is_reasoning and kinds:
             self._is_reasoning = False
+            thought = sum(len(delta.text) for delta in deltas if isinstance(delta, Reasoning))
+            self.reasoning_tokens += min(tokens, round(tokens * thought / max(1, len(sequence.text))))
 
     def _keeps(self, delta: Delta) -> bool:
         if isinstance(delta, Reasoning):
