@@ -70,8 +70,8 @@ class EngineConfig:
     )
     cpu_weights: str = option(
         "dense",
-        "On a CPU, the matrices of a GGUF file: dense: dequantized while loading; packed: kept in the file's few bits and "
-        "multiplied with activations rounded to 8 bits: faster, in a fifth of the memory, and with other tokens where "
+        "On a CPU, the matrices of a GGUF file. dense: dequantized while loading; packed: kept in the file's few bits, "
+        "and multiplied with activations rounded to 8 bits: faster, in a fifth of the memory, with other tokens where "
         "two are close",
         "model",
         choices=CPU_WEIGHTS,

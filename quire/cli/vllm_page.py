@@ -48,6 +48,7 @@ What differs without a flag:
 | tools | need `--enable-auto-tool-choice` and a parser | on; the parser is chosen by the chat template |
 | a dead engine | ends the server | is restarted |
 | SIGTERM | aborts requests | lets them finish for `--shutdown-timeout`, 30 seconds |
+| `/v1/responses` | stores nothing by default | stores within [bounds](responses.md); none: `--max-stored-responses 0` |
 | metrics | `vllm:…` | `vllm:…` and `quire:…` ([metrics.md](metrics.md)) |
 | `LLM(...)` | runs the engine in a process of its own | runs it in yours; `AsyncLLM` and the server have one |
 

@@ -75,7 +75,7 @@ class GeneratedChoice:
         deltas = self._reader.push(sequence.text) if sequence.text else []
         if reason is not None:
             deltas = deltas + self._reader.finish()
-        self._count_reasoning(deltas, len(sequence.token_ids))
+        self._count_reasoning(deltas, sequence)
         deltas = [delta for delta in deltas if self._keeps(delta)]
         return deltas, None if reason is None else self._plan.finish_reason(reason, self.calls)
 
@@ -84,12 +84,16 @@ class GeneratedChoice:
         """Whether the answer is parsed for tool calls."""
         return self._plan.is_active
 
-    def _count_reasoning(self, deltas: list[Delta], tokens: int) -> None:
-        kinds = {type(delta) for delta in deltas}
+    def _count_reasoning(self, deltas: list[Delta], sequence: CompletionOutput) -> None:
+        """Count tokens whose text is reasoning. A piece with its end, which has several tokens if they were read late,
+        is divided by characters."""
+        kinds, tokens = {type(delta) for delta in deltas}, len(sequence.token_ids)
         if self._is_reasoning and kinds <= {Reasoning}:
             self.reasoning_tokens += tokens
-        elif kinds:
+        elif self._is_reasoning and kinds:
             self._is_reasoning = False
+            thought = sum(len(delta.text) for delta in deltas if isinstance(delta, Reasoning))
+            self.reasoning_tokens += min(tokens, round(tokens * thought / max(1, len(sequence.text))))
 
     def _keeps(self, delta: Delta) -> bool:
         if isinstance(delta, Reasoning):
@@ -195,7 +199,7 @@ def prepare(
     request.check_fields()
     exchange.set_request_id(request.request_id)
     for index, message in enumerate(request.messages):
-        message.check_parts(exchange.fields, f"messages[{index}]")
+        message.check_parts(exchange.fields, f"messages[{index}]", lambda: _template_source(context, request))
     plan = tool_plan(context, request)
     limit, field_name = request.token_limit
     logprobs = _logprobs(context, request)
@@ -292,6 +296,10 @@ def render(context: ServerContext, request: ChatRequest) -> tuple[str, list[int]
     # The template writes the special tokens itself; the tokenizer must not add its own.
     from_start = request.truncation_side == "right"
     return text, context.tokenize(text, False, keep=request.truncate_prompt_tokens, from_start=from_start)
+
+
+def _template_source(context: ServerContext, request: ChatRequest) -> str:
+    return request.chat_template or context.llm.renderer.template()
 
 
 def _check_template(context: ServerContext, request: ChatRequest) -> None:

@@ -166,7 +166,7 @@ def _six_bit_scales(packed: torch.Tensor) -> torch.Tensor:
 
 
 def block_values(kind: BlockKind, codes: torch.Tensor, held: dict[str, torch.Tensor]) -> torch.Tensor:
-    """The values of codes [..., out, in] in float32, each rounded at most once. `held`: scales and minimums, by name."""
+    """The values of codes [..., out, in] in float32, each rounded at most once. `held`: scales and minimums by name."""
     d = held["d"].float().repeat_interleave(kind.block // kind.group, -1)
     packed = kind.scales == "nibbles"
     if kind.scales != "none":

@@ -208,25 +208,18 @@ class ChatAnswer:
         return ChatChunk(self._id, "chat.completion.chunk", self._created, self._model, choices)
 
     def _chunks(self, piece: AnswerPiece) -> list[ChatChunk]:
-        """A piece as chunks, one per delta; logprobs and token ids go with the first."""
+        """A piece as chunks, one per delta; logprobs and token ids go with the first, the end with the last."""
         choice = piece.sequence.index
         deltas = [message for delta in piece.deltas if (message := self._message_delta(choice, delta)) is not None]
         logprobs, tokens = self._details(piece)
-        if not deltas and (logprobs is not None or tokens is not UNSET):
+        if not deltas and (logprobs is not None or tokens is not UNSET or piece.finish_reason is not None):
             deltas.append(ChatMessageDelta(content=""))
         choices = [ChunkChoice(piece.sequence.index, delta, None, None) for delta in deltas]
         if choices:
             choices[0].logprobs, choices[0].token_ids = logprobs, tokens
         if piece.finish_reason is not None:
-            choices.append(
-                ChunkChoice(
-                    piece.sequence.index,
-                    ChatMessageDelta(),
-                    None,
-                    self._finish_reason(piece.finish_reason),
-                    piece.sequence.stop_reason,
-                )
-            )
+            choices[-1].finish_reason = self._finish_reason(piece.finish_reason)
+            choices[-1].stop_reason = piece.sequence.stop_reason
         return [self._chunk([choice]) for choice in choices]
 
     def _message_delta(self, choice: int, delta: Delta) -> ChatMessageDelta | None:
