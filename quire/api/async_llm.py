@@ -36,6 +36,7 @@ from quire.messages.pooling import PoolingParams
 from quire.messages.sampling import RequestOutputKind, SamplingParams
 from quire.output.detokenizer import Vocabulary
 from quire.output.processor import OutputProcessor, TokenTimes
+from quire.output.tracked import TextSink
 from quire.router import Router
 from quire.sessions.log import session_key
 
@@ -141,11 +142,12 @@ class AsyncLLM:
         tenant: str,
         turn: SessionTurn | None = None,
         shares_id: bool = False,
+        sink: TextSink | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """As `generate`. `turn`: set if the request is a session's turn. `shares_id`: as for `submit`."""
+        """As `generate`. `turn`: set if the request is a session's turn. `shares_id` and `sink`: as for `submit`."""
         if isinstance(sampling_params, PoolingParams):
             check_params(sampling_params, SamplingParams, "sampling_params", ": `encode` returns embeddings")
-        stream = await self.submit(prompt, sampling_params, request_id, priority, tenant, turn, shares_id)
+        stream = await self.submit(prompt, sampling_params, request_id, priority, tenant, turn, shares_id, sink)
         written, is_kept = 0, False
         try:
             while not stream.is_finished:
@@ -208,10 +210,12 @@ class AsyncLLM:
         tenant: str,
         turn: SessionTurn | None = None,
         shares_id: bool = False,
+        sink: TextSink | None = None,
     ) -> OutputStream:
         """Check a request and send it to an engine; its outputs are read from the stream, until `leave`. `shares_id`:
         other open requests may have the same id (an HTTP request with several prompts, or a client that repeats
-        ids)."""
+        ids). `sink`: while the reader waits, it takes new text; only for deltas of one sequence without logprobs, and
+        not for turns."""
         self._group.attach()
         number = next(self._numbers)
         request_id = str(number) if request_id is None else request_id
@@ -220,7 +224,7 @@ class AsyncLLM:
         if request_id in self._streams:
             raise ValidationError(f"request id {request_id!r} is in use", "request_id", request_id)
         params = self.get_default_sampling_params() if params is None else params
-        stream = self._streams[request_id] = OutputStream(request_id, key)
+        stream = self._streams[request_id] = OutputStream(request_id, key, sink)
         begun: SessionTurn | None = None
         try:
             make, arguments = self.inputs.make, (key, prompt, params, time.monotonic(), priority, tenant)
@@ -240,6 +244,8 @@ class AsyncLLM:
                 begun.undo(self)
             raise
         self._outputs.add(request, text)
+        if sink is not None:
+            self._outputs.tracked(key).sink = stream
         self._group.launch(replica, stream, request, message)
         return stream
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +27,18 @@ from quire.messages.request import NewRequest
 from quire.messages.sampling import RequestOutputKind
 from quire.output.beams import sequence_of
 from quire.output.detokenizer import Detokenizer, Vocabulary
+
+
+class TextSink(Protocol):
+    """Takes the new text of a streamed sequence as it comes, so that no output has to be made of it."""
+
+    def is_ready(self) -> bool:
+        """Whether it takes text now; if not, an output is made."""
+        ...
+
+    def put_text(self, text: str, tokens: int) -> None:
+        """Text that `tokens` new tokens have completed; it may be empty."""
+        ...
 
 
 class StopStrings:
@@ -115,6 +128,13 @@ class TrackedSequence:
         self.text = self.text[: found[1]]
         return found[0]
 
+    def take_delta(self) -> tuple[str, int]:
+        """The text that is new since the last call or view, and the number of its tokens."""
+        shown = max(self._given_text, len(self.text) - self._stops.held)
+        text, count = self.text[self._given_text : shown], len(self.tokens) - self._given_tokens
+        self._given_tokens, self._given_text = len(self.tokens), shown
+        return text, count
+
     def view(self, delta: bool) -> CompletionOutput:
         """The sequence's output: everything so far, or what is new since the last call."""
         shown = len(self.text) if self.finish_reason else max(self._given_text, len(self.text) - self._stops.held)
@@ -139,6 +159,8 @@ class TrackedRequest:
         self.prompt = prompt
         self.sequences = [TrackedSequence(request, index, vocabulary) for index in range(request.params.n)]
         self.open = len(self.sequences)
+        self.sink: TextSink | None = None
+        """Takes the text of a request with one sequence, without logprobs, until it ends."""
         params = request.params
         self.is_plain = (
             params.output_kind is RequestOutputKind.FINAL_ONLY
@@ -152,6 +174,13 @@ class TrackedRequest:
         self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None
         if request.params.prompt_logprobs is not None:
             self.prompt_logprobs = [None] * len(request.prompt)
+
+    def note_tokens(self, count: int, now: float) -> None:
+        """`count` more tokens have come."""
+        metrics = self.metrics
+        metrics.first_token_ts = metrics.first_token_ts or now
+        metrics.last_token_ts = now
+        metrics.num_generation_tokens += count
 
     def _take_prompt_logprobs(self, once: bool) -> list[dict[int, Logprob] | None] | None:
         """The prompt's logprobs so far; with `once`, only at the first call."""

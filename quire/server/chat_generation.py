@@ -11,7 +11,7 @@ An API with another request format converts its request to a `ChatRequest` first
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,8 +27,15 @@ from quire.output.parsers.reasoning import ThinkSplit, make_reasoning_split
 from quire.output.parsers.toolcalls import ToolPlan
 from quire.server.context import ServerContext
 from quire.server.errors import bad_request
-from quire.server.generation import GenerationJob, SessionTurn, UsageCounter, admit, requested_session
-from quire.server.http import Exchange
+from quire.server.generation import (
+    GenerationJob,
+    SessionTurn,
+    UsageCounter,
+    admit,
+    requested_session,
+    send_directly,
+)
+from quire.server.http import EventStream, Exchange
 from quire.server.protocol.chat import ChatRequest, NamedTool
 from quire.server.protocol.sampling import beam_search_params, sampling_params
 
@@ -61,14 +68,20 @@ class GeneratedChoice:
         """The deltas of new text, and the finish reason if the sequence has ended."""
         reason = sequence.finish_reason
         self.is_finished = reason is not None
+        deltas = self.read_text(sequence.text, len(sequence.token_ids))
         if self._reader is None:
-            return [Content(sequence.text)] if sequence.text else [], reason
-        deltas = self._reader.push(sequence.text) if sequence.text else []
-        if reason is not None:
-            deltas = deltas + self._reader.finish()
-        self._count_reasoning(deltas, len(sequence.token_ids))
-        deltas = [delta for delta in deltas if self._keeps(delta)]
+            return deltas, reason
         return deltas, None if reason is None else self._plan.finish_reason(reason, self.calls)
+
+    def read_text(self, text: str, tokens: int) -> list[Delta]:
+        """The deltas of new text, which has this many tokens."""
+        if self._reader is None:
+            return [Content(text)] if text else []
+        deltas = self._reader.push(text) if text else []
+        if self.is_finished:
+            deltas = deltas + self._reader.finish()
+        self._count_reasoning(deltas, tokens)
+        return [delta for delta in deltas if self._keeps(delta)]
 
     @property
     def parses_calls(self) -> bool:
@@ -114,6 +127,19 @@ class ChatGeneration:
     is_streamed: bool = False
     counter: UsageCounter = field(default_factory=UsageCounter)
 
+    def send_directly(self, events: EventStream, encode: Callable[[list[Delta]], Sequence[bytes]]) -> None:
+        """Where possible, send the events that `encode` makes of new deltas without making pieces of them. The first
+        piece and the last are made in any case."""
+        send_directly([self.job], events, lambda text, tokens: encode(self._read_text(text, tokens)))
+
+    def _read_text(self, text: str, tokens: int) -> list[Delta]:
+        (choice,) = self.choices
+        self.counter.completion += tokens
+        deltas = choice.read_text(text, tokens)
+        if self.splits_reasoning:
+            self.counter.reasoning = choice.reasoning_tokens
+        return deltas
+
     async def pieces(self) -> AsyncGenerator[AnswerPiece, None]:
         """New output, sequence by sequence. Without streaming, each sequence comes in one piece."""
         (request,) = admit(self.context, self.exchange, [self.job])
@@ -131,6 +157,7 @@ class ChatGeneration:
                     if reason is not None:
                         await self._on_finish(choice)
                     yield AnswerPiece(deltas, sequence, output, reason)
+                request.open_sink()
 
     async def _on_finish(self, choice: GeneratedChoice) -> None:
         if choice.parses_calls:

@@ -51,6 +51,7 @@ async def _stream(
     exchange: Exchange, request: ResponsesRequest, generation: ChatGeneration, writer: ResponseWriter
 ) -> None:
     stream = exchange.events()
+    generation.send_directly(stream, lambda deltas: [_encoded(events)] if (events := writer.write(deltas)) else [])
 
     def failure(error: ApiError) -> bytes:
         return _encoded(writer.fail(error))
