@@ -69,7 +69,7 @@ def cpu_seconds(pid: int) -> float:
 
 def front_seconds(pid: int) -> float:
     """CPU time of a server's front processes: its own, and those it has started besides engines."""
-    fronts = [int(child) for child in _children(pid) if b"quire.server.front" in _command(child)]
+    fronts = [int(child) for child in _children(pid) if b"quire.server.fronts" in _command(child)]
     return cpu_seconds(pid) + sum(map(cpu_seconds, fronts))
 
 

@@ -1,4 +1,4 @@
-"""The real server with an engine that computes nothing: `python benchmarks/null_server.py [MODEL [PORT]]`.
+"""The real server with an engine that computes nothing: `python benchmarks/null_server.py [MODEL [PORT [FRONTS]]]`.
 
 Prints its address when it is ready. NULL_ENGINE_PACE sets the engine's steps per second (see null_engine.py).
 """
@@ -20,7 +20,8 @@ def main() -> int:
     model = sys.argv[1] if len(sys.argv) > 1 else EngineConfig.model
     port = sys.argv[2] if len(sys.argv) > 2 else "0"
     AsyncLLM.engine_module = "benchmarks.null_engine"
-    engine, config = EngineConfig(model=model), ServerConfig(port=int(port))
+    fronts = int(sys.argv[3]) if len(sys.argv) > 3 else 1
+    engine, config = EngineConfig(model=model), ServerConfig(port=int(port), api_server_count=fronts)
     return serve(engine, config, lambda server, url: print(url, flush=True))
 
 

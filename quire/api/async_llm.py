@@ -17,6 +17,7 @@ from quire.api.compat import check_call, drop_neutral
 from quire.api.engine_group import EngineGroup
 from quire.api.inputs import AnyParams, InputProcessor, PromptType, check_params
 from quire.api.output_stream import OutputStream
+from quire.api.relay import Relay
 from quire.api.replica import Replica
 from quire.api.work_pool import WorkPool
 from quire.config import EngineConfig
@@ -25,8 +26,9 @@ from quire.engine.engine_info import EngineInfo
 from quire.engine.session_calls import SessionAnswer, SessionOp
 from quire.engine.stats import Metric
 from quire.errors import EngineDeadError, ValidationError
+from quire.loading.files import ModelFiles
 from quire.loading.hub import find_model
-from quire.loading.model_config import read_generation_config, read_model_config
+from quire.loading.model_config import ModelConfig, read_generation_config, read_model_config
 from quire.loading.tokenizer import tokenizer_of
 from quire.messages.beams import BeamSearchParams
 from quire.messages.experts import Rebalanced
@@ -73,12 +75,18 @@ class AsyncLLM:
         return cls.from_config(engine_args)
 
     def _open(self, config: EngineConfig, spares_torch: bool = False) -> None:
-        self.config = config
         files = find_model(config)
-        model = read_model_config(files, config.hf_overrides)
+        self._open_model(config, files, read_model_config(files, config.hf_overrides), spares_torch)
+
+    def _make_group(self, files: ModelFiles, model: ModelConfig) -> EngineGroup:
+        """The engines, not started."""
+        return EngineGroup(self.config, files, model, self.engine_module, self._outputs)
+
+    def _open_model(self, config: EngineConfig, files: ModelFiles, model: ModelConfig, spares_torch: bool) -> None:
+        self.config = config
         generation = read_generation_config(files) if config.generation_config == "auto" else {}
         self._outputs = OutputProcessor()
-        self._group = EngineGroup(config, files, model, self.engine_module, self._outputs)
+        self._group = self._make_group(files, model)
         self._group.start()
         try:  # the tokenizer is loaded while the engines start
             tokenizer = None if config.skip_tokenizer_init else tokenizer_of(config, files, spares_torch=spares_torch)
@@ -366,7 +374,12 @@ class AsyncLLM:
 
     @property
     def num_open_requests(self) -> int:
-        return len(self._streams)
+        return len(self._streams) + len(self._group.relay)
+
+    @property
+    def relay(self) -> Relay:
+        """Requests that other front processes send through this one."""
+        return self._group.relay
 
     # Restart and shutdown
 

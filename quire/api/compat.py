@@ -69,7 +69,6 @@ SERVER: Neutral = {
     "enable_log_outputs": (False,),
     "disable_fastapi_docs": (True, False),
     "disable_frontend_multiprocessing": (False,),
-    "api_server_count": (1,),
     "lora_modules": (None,),
 }
 """Flags of `quire serve`."""

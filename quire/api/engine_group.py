@@ -16,6 +16,7 @@ from typing import Any
 
 from quire.api.lockstep_group import LockstepGroup
 from quire.api.output_stream import OutputStream
+from quire.api.relay import Relay, RelayedRequest
 from quire.api.replica import Replica, run_in_thread
 from quire.api.router_feed import RouterFeed, as_routed
 from quire.api.session_affinity import SessionAffinity
@@ -23,7 +24,7 @@ from quire.config import EngineConfig
 from quire.engine import ipc
 from quire.engine.device_split import replica_config, warn_of_orphans
 from quire.engine.engine_info import EngineInfo
-from quire.engine.remote import RemoteEngine, error_of
+from quire.engine.remote import EngineHandle, RemoteEngine, error_of
 from quire.engine.session_calls import SessionAnswer, SessionOp
 from quire.engine.stats import Metric
 from quire.errors import SHUT_DOWN, EngineDeadError
@@ -56,17 +57,21 @@ class EngineGroup:
         self.lockstep = LockstepGroup(self.replicas) if config.steps_together else None
         """If the engines step in lockstep: all of them run, or none."""
         self._restarting = asyncio.Lock()
+        self.relay = Relay(self)
+        """Requests of other front processes."""
         self.affinity = SessionAffinity(self, config.kv_disk is not None)
         self.on_ready: Callable[[], None] = lambda: None
         """Called when a new engine has taken a replica's place."""
         policy = make_routing_policy(config.routing_policy)
         for replica in self.replicas:
             replica.on_ready = self._on_ready
+            replica.on_relayed_end = self.relay.forget
         if size > 1:
             self.router = Router(config.block_size, policy)
             for replica in self.replicas:
                 replica.title = f"replica {replica.number} of {size}"
                 replica.on_lost, replica.move_elsewhere = self._on_lost, self._move_elsewhere
+                replica.move_relayed = self._move_relayed
                 if self.lockstep is not None:
                     replica.restart_all = self._restart_together
 
@@ -82,7 +87,7 @@ class EngineGroup:
             self.kill()
             raise
 
-    def start_engine(self, number: int) -> RemoteEngine:
+    def start_engine(self, number: int) -> EngineHandle:
         """Start the process of one engine."""
         return RemoteEngine(
             replica_config(self._config, number), self._files, self._model, self._module, number, len(self.replicas),
@@ -176,11 +181,20 @@ class EngineGroup:
         return self.replicas[int(name)]
 
     def launch(self, replica: Replica, stream: OutputStream, request: NewRequest, message: bytes) -> None:
-        """Send a request to the replica; `message` is its encoded `Add`. The only way a request reaches an engine."""
+        """Send a request to the replica; `message` is its encoded `Add`. The only way a request of this process reaches
+        an engine."""
         stream.request = request
         if replica.router_feed is not None:
             replica.router_feed.launch(request)
         replica.add(stream, message)
+        if self.lockstep is not None:
+            self.lockstep.wake_all()
+
+    def launch_relayed(self, replica: Replica, relayed: RelayedRequest) -> None:
+        """The same for a request of another front process."""
+        if replica.router_feed is not None:
+            replica.router_feed.launch(relayed.request, relayed)
+        replica.relay(relayed)
         if self.lockstep is not None:
             self.lockstep.wake_all()
 
@@ -207,20 +221,35 @@ class EngineGroup:
         """Restart a request of a dead engine at another, unnoticed by its reader; False if that is not possible."""
         lost, request = stream.replica, stream.request
         assert lost is not None and request is not None
-        if lost.is_shut or not stream.can_restart or request.session or stream.restarts >= MAX_RESTARTS:
-            return False
-        try:
-            chosen = self.choose(request)
-        except EngineDeadError:  # none is left
-            return False
-        except Exception:  # a custom policy failed: so does this request, and the others are still moved
-            logger.exception("the routing policy %r failed", self._config.routing_policy)
+        if not stream.can_restart or (chosen := self._choose_again(lost, request, stream.restarts)) is None:
             return False
         stream.restarts += 1
         del lost.streams[stream.key]
         self._outputs.begin_again(stream.key)
         self.launch(chosen, stream, request, ipc.encode(ipc.Add(request)))
         return True
+
+    def _move_relayed(self, relayed: RelayedRequest) -> bool:
+        """The same for a request of another front process."""
+        lost, request = relayed.replica, relayed.request
+        if relayed.is_started or (chosen := self._choose_again(lost, request, relayed.restarts)) is None:
+            return False
+        relayed.restarts += 1
+        del lost.relayed[request.id]
+        self.launch_relayed(chosen, relayed)
+        return True
+
+    def _choose_again(self, lost: Replica, request: NewRequest, restarts: int) -> Replica | None:
+        """Another replica for a request whose engine died; None if it cannot be moved."""
+        if lost.is_shut or request.session or restarts >= MAX_RESTARTS:
+            return None
+        try:
+            return self.choose(request)
+        except EngineDeadError:  # none is left
+            return None
+        except Exception:  # a custom policy failed: so does this request, and the others are still moved
+            logger.exception("the routing policy %r failed", self._config.routing_policy)
+            return None
 
     # Calls
 

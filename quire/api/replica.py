@@ -10,10 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from quire.api.output_stream import OutputStream, split_outputs
+from quire.api.relay import RelayedRequest, RelayPeer, refusal_of, split_by_owner
 from quire.api.router_feed import RouterFeed
 from quire.engine import ipc
 from quire.engine.engine_info import EngineInfo
-from quire.engine.remote import RemoteEngine, error_of
+from quire.engine.remote import EngineHandle, error_of
 from quire.engine.session_calls import SessionAnswer, SessionOp
 from quire.engine.stats import Metric
 from quire.errors import SHUT_DOWN, EngineDeadError, QuireError, ReplicaDownError
@@ -30,17 +31,21 @@ DEFERRED_OUTPUTS = 8
 class Replica:
     """A slot for an engine: when the engine dies, a new one can take its place. Requests are known by their keys."""
 
-    def __init__(self, number: int, start: Callable[[], RemoteEngine], outputs: OutputProcessor) -> None:
+    def __init__(self, number: int, start: Callable[[], EngineHandle], outputs: OutputProcessor) -> None:
         """`start` starts a process and does not wait for it."""
         self.number = number
         self.title = ""
         """Its name in errors, if there are several."""
-        self.engine: RemoteEngine
+        self.engine: EngineHandle
         """The current engine, or the last one."""
-        self.starting: RemoteEngine | None = None
+        self.starting: EngineHandle | None = None
         """The engine that is being started."""
         self.streams: dict[str, OutputStream] = {}
         """Requests sent here, by the engine's key."""
+        self.relayed: dict[str, RelayedRequest] = {}
+        """The same for those of other fronts…"""
+        self.on_relayed_end: Callable[[str], None] = lambda key: None
+        """…and what is called when one has ended."""
         self.calls: dict[int, asyncio.Future[Any]] = {}
         """Calls to the engine that wait for their reply, by number."""
         self.router_feed: RouterFeed | None = None
@@ -52,7 +57,9 @@ class Replica:
         self.on_lost: Callable[[Replica], None] = lambda replica: None
         """Called when the engine is dead, before its requests are failed."""
         self.move_elsewhere: Callable[[OutputStream], bool] = lambda stream: False
-        """Restarts a request at another replica; False if that is not possible."""
+        """Restarts a request at another replica; False if that is not possible…"""
+        self.move_relayed: Callable[[RelayedRequest], bool] = lambda relayed: False
+        """…and the same for another front's."""
         self.restart_all: Callable[[bool], Awaitable[None]] | None = None
         """Restarts all replicas, if none can be restarted alone."""
         self._start = start
@@ -113,7 +120,7 @@ class Replica:
 
     @property
     def num_open_requests(self) -> int:
-        return len(self.streams)
+        return len(self.streams) + len(self.relayed)
 
     def attach(self) -> None:
         """Let the running event loop read the engine's messages; raises if the engine is dead."""
@@ -144,6 +151,53 @@ class Replica:
             self._outputs.forget(stream.key)
             if not stream.is_ended:
                 self.engine.send(ipc.Abort(stream.key))
+
+    # Requests of other fronts
+
+    def relay(self, relayed: RelayedRequest) -> None:
+        """Send another front's request."""
+        relayed.replica = self
+        self.relayed[relayed.request.id] = relayed
+        self.engine.send(relayed.message)
+
+    def end_relayed(self, key: str) -> None:
+        """It has ended, or its front has: further outputs are dropped."""
+        if self.relayed.pop(key, None) is not None:
+            if self.router_feed is not None:
+                self.router_feed.end(key)
+            self.on_relayed_end(key)
+
+    def _pass_on(self, outputs: StepOutputs) -> StepOutputs:
+        """Send outputs to the fronts they are for; returns those of this one."""
+        relayed = self.relayed
+
+        def peer_of(key: str) -> RelayPeer | None:
+            found = relayed.get(key)
+            return None if found is None else found.peer
+
+        parts = split_by_owner(outputs, peer_of)
+        own = parts.pop(None, None)
+        for peer, part in parts.items():
+            assert peer is not None
+            peer.send(ipc.Outputs(part))
+            self._note_relayed(part)
+        return StepOutputs() if own is None else own
+
+    def _note_relayed(self, outputs: StepOutputs) -> None:
+        at = 0
+        for i, (key, sequence) in enumerate(outputs.keys):
+            end = at + (1 if outputs.counts is None else outputs.counts[i])
+            self.relayed[key].note(sequence, outputs.tokens[at:end])
+            at = end
+        for started in outputs.started:
+            self.relayed[started.key[0]].num_cached = started.num_cached
+        for ended in outputs.finished:
+            self.relayed[ended.key[0]].open -= 1
+        if self.router_feed is not None:
+            self.router_feed.note(outputs)
+        for key in {ended.key[0] for ended in outputs.finished}:
+            if self.relayed[key].open <= 0:
+                self.end_relayed(key)
 
     # Calls
 
@@ -210,6 +264,9 @@ class Replica:
             case ipc.Outputs(outputs=outputs):
                 self._take_outputs(outputs)
             case ipc.RequestRefused(id=key):
+                if (relayed := self.relayed.get(key)) is not None:
+                    relayed.peer.send(message)
+                    self.end_relayed(key)
                 self._fail(key, error_of(message))
             case (
                 ipc.HealthReport()
@@ -226,6 +283,8 @@ class Replica:
     def _take_outputs(self, outputs: StepOutputs) -> None:
         """Deliver first tokens before those of running streams: users notice the time to first token."""
         self._deliver_deferred()
+        if self.relayed:
+            outputs = self._pass_on(outputs)
         streams = self.streams
         new = {key[0] for key in outputs.keys if (one := streams.get(key[0])) is not None and one.awaits_first}
         if not new or outputs.counts is not None or len(outputs.keys) - len(new) < DEFERRED_OUTPUTS:
@@ -285,6 +344,12 @@ class Replica:
                 moved += 1
             else:
                 self._fail(stream.key, self.dead_error)
+        for relayed in list(self.relayed.values()):
+            if self.move_relayed(relayed):
+                moved += 1
+            else:
+                relayed.peer.send(refusal_of(relayed.request.id, self.dead_error))
+                self.end_relayed(relayed.request.id)
         if moved:
             logger.warning("%s is down: %d requests are restarted at other replicas", self.title, moved)
         for reply in self.calls.values():

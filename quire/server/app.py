@@ -34,8 +34,7 @@ EXCHANGE = "quire.exchange"
 
 def make_app(context: ServerContext) -> ASGIApp:
     """The application of one server."""
-    names = [*ROUTE_MODULES, "admin"] if context.admin_keys else ROUTE_MODULES
-    routes = [route for name in names for route in import_module(f"quire.server.routes.{name}").ROUTES]
+    routes = routes_of(context)
     context.openapi = document(context, routes)
     app: ASGIApp = App(context, routes)
     if context.config.allowed_origins:
@@ -47,6 +46,12 @@ def make_app(context: ServerContext) -> ASGIApp:
             expose_headers=["X-Request-Id", "Retry-After"],
         )
     return app
+
+
+def routes_of(context: ServerContext) -> list[Route]:
+    """Every route of a server."""
+    names = [*ROUTE_MODULES, "admin"] if context.admin_keys else ROUTE_MODULES
+    return [route for name in names for route in import_module(f"quire.server.routes.{name}").ROUTES]
 
 
 class App:
@@ -129,7 +134,8 @@ class Endpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope[ROUTE] = self._route.path
-        await self._route.handler(self._context, scope[EXCHANGE])
+        handler = self._context.hub_handler if self._route.is_hubs else None
+        await (handler or self._route.handler)(self._context, scope[EXCHANGE])
 
 
 async def _no_such_route(scope: Scope, receive: Receive, send: Send) -> None:

@@ -23,6 +23,10 @@ class ServerConfig:
     host: str = option("127.0.0.1", "Address to listen on; 0.0.0.0 or :: is every interface", "listening")
     port: int = option(8000, "Port to listen on; 0: any free port", "listening")
     uds: str | None = option(None, "Listen on this Unix socket instead of a port", "listening")
+    api_server_count: int = option(
+        1, "Front processes that share the port; each reads requests and writes streams; 0: one for every four cores",
+        "listening",
+    )  # fmt: skip
     root_path: str = option("", "Path prefix under which a proxy exposes the server", "listening")
     ssl_certfile: str | None = option(None, "TLS certificate (PEM); enables https", "listening")
     ssl_keyfile: str | None = option(None, "The certificate's private key, if in a separate file", "listening")
@@ -146,7 +150,7 @@ class ServerConfig:
         for name, least in (
             ("max_queued_requests", 0), ("max_queued_tokens", 0), ("max_body_bytes", 1), ("max_open_body_bytes", 1),
             ("max_body_values", 64), ("max_prompt_logprobs", 1), ("max_header_bytes", 256),
-            ("max_samples", 1), ("max_prompts", 1), ("port", 0),
+            ("max_samples", 1), ("max_prompts", 1), ("port", 0), ("api_server_count", 0),
         ):  # fmt: skip
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
