@@ -271,8 +271,9 @@ class Fronts:
         waits, begin = pauses(), time.monotonic()
         while True:
             await front.closed
+            aborted = self.context.llm.relay.drop_peer(front)
             reason = await front.wait_for_exit()
-            aborted = self._release(front)
+            self._release(front)
             if self._is_stopping:
                 return
             logger.error("%s; it is started again, and %d of its requests are aborted", reason, aborted)
@@ -281,12 +282,11 @@ class Fronts:
             await asyncio.sleep(next(waits))
             begin, front = time.monotonic(), self._start(front.number)
 
-    def _release(self, front: FrontProcess) -> int:
-        """A front has exited: end what it had open. Returns the number of its requests."""
+    def _release(self, front: FrontProcess) -> None:
+        """A front has exited: what it held of the limits is free, and what it had counted stays counted."""
         self._alive.pop(front.number, None)
         self.counts.end(front.number)
         self._retired = merged_snapshots([self._retired, front.snapshot])
-        return self.context.llm.relay.drop_peer(front)
 
     # The whole
 
