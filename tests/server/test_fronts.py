@@ -45,7 +45,11 @@ class TwoFronts:
         self.server = server
         self.url = server.wait_for(r"(http://127.0.0.1:\d+)/v1")[1]
         self.hub = server.process.pid
-        (self.engine,) = self._children("quire.engine.process")
+
+    @property
+    def engine(self) -> int:
+        (pid,) = self._children("quire.engine.process")
+        return pid
 
     def _children(self, module: str) -> list[int]:
         return [pid for pid in self.server.children if module.encode() in Path(f"/proc/{pid}/cmdline").read_bytes()]
@@ -208,6 +212,19 @@ class TestTwoFronts:
         with fronts.connected(again) as client:
             assert client.post("/v1/completions", json=LONG).status_code == 200
             assert Scrape(client.get("/metrics").text).sum("quire:generation_tokens_total") >= tokens
+
+    def test_an_engine_that_dies_is_back_for_both(self, fronts: TwoFronts) -> None:
+        with fronts.connected(fronts.hub) as first, fronts.connected(fronts.front) as second:
+            with stopped(fronts.engine), fronts.asking(fronts.front) as broken:
+                wait_until(lambda: first.get("/load").json() == {"server_load": 1})
+                os.kill(fronts.engine, signal.SIGKILL)
+                assert b"503" in broken.recv(1 << 16).partition(b"\r\n")[0]
+            for client in (second, first):
+                wait_until(lambda: client.get("/ready").status_code == 200)  # noqa: B023
+                assert client.get("/health").status_code == 200
+                assert client.post("/v1/completions", json=LONG).status_code == 200
+            assert second.get("/admin/stats", headers=ADMIN).json()["restarts"] == 1
+        fronts.wait_until_idle()
 
     def test_a_front_ends_with_the_hub(self, tiny_model: Path) -> None:
         with null_server(0, str(tiny_model), fronts=2) as (_, _, hub):

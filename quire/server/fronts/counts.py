@@ -5,6 +5,8 @@ from __future__ import annotations
 import enum
 import mmap
 import os
+import sys
+import tempfile
 
 
 class Count(enum.IntEnum):
@@ -59,6 +61,10 @@ class FrontCounts:
 
 def make_memory(fronts: int) -> int:
     """The descriptor of memory for so many fronts, which child processes can inherit."""
-    descriptor = os.memfd_create("quire-fronts")
+    if sys.platform == "linux":
+        descriptor = os.memfd_create("quire-fronts")
+    else:
+        with tempfile.TemporaryFile() as file:
+            descriptor = os.dup(file.fileno())
     os.truncate(descriptor, 8 * fronts * len(Count))
     return descriptor

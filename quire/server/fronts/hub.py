@@ -280,6 +280,8 @@ class Fronts:
             if time.monotonic() - begin >= SETTLED_SECONDS:
                 waits = pauses()
             await asyncio.sleep(next(waits))
+            if self._is_stopping:
+                return
             begin, front = time.monotonic(), self._start(front.number)
 
     def _release(self, front: FrontProcess) -> None:
