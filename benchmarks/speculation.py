@@ -23,6 +23,7 @@ from typing import Any
 from repeating_prompts import CHAT, REPEATING
 
 from quire import LLM, SamplingParams
+from quire.cli.bench.speculation import DraftCounts
 
 NONE = "none"
 BARS = {"repeating": 1.8, "chat": 0.98}
@@ -46,14 +47,6 @@ class Engine:
         self.seconds.setdefault(kind, {})[prompt] = clock() - begin
         self.tokens[prompt] = tuple(output.outputs[0].token_ids)
 
-    def counters(self) -> dict[str, Any]:
-        """The metrics about drafts."""
-        found = {}
-        for metric in self.llm.get_metrics():
-            if "spec_decode" in metric.name:
-                found[metric.name.partition(":")[2]] = getattr(metric, "values", None) or metric.value
-        return found
-
 
 def main() -> int:
     """Measure and print."""
@@ -75,7 +68,7 @@ def main() -> int:
     names = {prompt: name for name, prompt in REPEATING.items()}
     failed = False
     for kind, prompts in work.items():
-        before = {engine.name: engine.counters() for engine in engines}
+        before = {engine.name: DraftCounts.of(engine.llm) for engine in engines}
         for turn, prompt in enumerate(prompts):
             order = engines[turn % len(engines) :] + engines[: turn % len(engines)]
             for engine in order if turn % 2 else reversed(order):
@@ -97,7 +90,7 @@ def show(title: str, kind: str, prompt: str, engines: list[Engine]) -> None:
     print(f"{title[:40]:40} {count:4} tokens {1e3 * base / max(count, 1):7.2f} ms/token  {ratios}", flush=True)
 
 
-def summarize(kind: str, engines: list[Engine], before: dict[str, dict[str, Any]]) -> bool:
+def summarize(kind: str, engines: list[Engine], before: dict[str, DraftCounts]) -> bool:
     """All prompts of a kind; whether a bar was missed."""
     none, best, failed = engines[0], 0.0, False
     base = sum(none.seconds[kind].values())
@@ -108,28 +101,20 @@ def summarize(kind: str, engines: list[Engine], before: dict[str, dict[str, Any]
         differing = sum(engine.tokens[prompt] != none.tokens[prompt] for prompt in none.seconds[kind])
         failed |= differing > 0 or (kind == "chat" and ratio < BARS[kind])
         print(f"{engine.name:12} {ratio:5.2f}x none; {differing} of {len(none.seconds[kind])} answers differ; "
-              f"{acceptance(before[engine.name], engine.counters())}")  # fmt: skip
+              f"{acceptance(DraftCounts.of(engine.llm).since(before[engine.name]))}")  # fmt: skip
     if kind == "repeating" and best < BARS[kind]:
         failed = True
     print(f"bar: {BARS[kind]}x" + (" MISSED" if failed else " met"), flush=True)
     return failed
 
 
-def acceptance(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
-    """Tokens a verifying step, the drawn one included, and the share of drafts accepted by position."""
-
-    def grown(name: str) -> float:
-        return float(after.get(name, 0)) - float(before.get(name, 0))
-
-    steps, drafts = grown("spec_decode_num_drafts"), grown("spec_decode_num_draft_tokens")
-    accepted = grown("spec_decode_num_accepted_tokens")
-    if not steps:
+def acceptance(counts: DraftCounts) -> str:
+    """Tokens a verifying step, and the share of drafts accepted by position."""
+    if not counts.steps:
         return "no drafts"
-    name = "spec_decode_num_accepted_tokens_per_pos"
-    old = before.get(name) or [0] * len(after.get(name, []))
-    places = [(new - past) / steps for new, past in zip(after.get(name, []), old, strict=True)]
-    shares = " ".join(f"{share:.2f}" for share in places)
-    return f"{1 + accepted / steps:.2f} tokens a verifying step, {accepted / drafts:.0%} of drafts accepted ({shares})"
+    shares = " ".join(f"{rate:.2f}" for rate in counts.rates)
+    share = counts.accepted / counts.drafts
+    return f"{counts.length:.2f} tokens a verifying step, {share:.0%} of drafts accepted ({shares})"
 
 
 def parse() -> argparse.Namespace:

@@ -82,6 +82,11 @@ class EngineConfig:
         "auto", "auto: generation_config.json of the model sets defaults and extra end tokens; none, vllm: ignore it",
         "model", choices=("auto", "none", "vllm"),
     )  # fmt: skip
+    override_generation_config: Mapping[str, Any] | None = option(
+        None,
+        'Sampling defaults that override those of generation_config, as {"temperature": 0.6} (JSON)',
+        "model",
+    )
     pooling: str = option(
         "last",
         "How an embedding is pooled unless the request says: the last token's hidden state, or the mean of all tokens'",
@@ -121,6 +126,12 @@ class EngineConfig:
         "prefix",
         "With data_parallel_size > 1, which engine gets a request: prefix (the one that has its prompt cached, unless "
         "its wait is longer), least_loaded, or a dotted path",
+        "device",
+    )
+    max_engine_restarts: int = option(
+        5,
+        "How often in a row, without a token in between, an engine that died is replaced by a new one, where its "
+        "requests go on, before they fail; 0: they fail at once",
         "device",
     )
     distributed_executor_backend: str | None = option(
@@ -198,6 +209,24 @@ class EngineConfig:
         True,
         "Tenants share no cached prefixes, so that latency reveals nothing about the prompts of others. Over HTTP the "
         "tenant is the API key, or the X-Tenant header without keys",
+        "memory",
+    )
+    max_tenant_sessions: int | None = option(
+        None,
+        "Most sessions of one tenant; more are refused (429). 0: no limit; unset: 10000 for AsyncLLM and the server, "
+        "no limit for LLM. Several engines have equal shares of this and of the next two",
+        "memory",
+    )
+    max_tenant_session_tokens: int | None = option(
+        None,
+        "Most tokens of one tenant's sessions together, a fork counted in full. 0: no limit; unset: 134217728 for "
+        "AsyncLLM and the server, no limit for LLM",
+        "memory",
+    )
+    max_tenant_session_bytes: int | None = option(
+        None,
+        "Most bytes of one tenant's sessions in the session log, with metadata and a fork counted in full. 0: no "
+        "limit; unset: 1073741824 for AsyncLLM and the server, no limit for LLM",
         "memory",
     )
     session_idle_seconds: float | None = option(
@@ -333,8 +362,11 @@ class EngineConfig:
 
     @property
     def cpu_kv_cache_bytes(self) -> int | None:
-        """QUIRE_CPU_KVCACHE_SPACE in bytes, or None if it is not set."""
-        text = os.environ.get("QUIRE_CPU_KVCACHE_SPACE", "")
+        """QUIRE_CPU_KVCACHE_SPACE (or vLLM's variable) in bytes, or None if it is not set."""
+        name = "QUIRE_CPU_KVCACHE_SPACE"
+        text = os.environ.get(name, "")
+        if not text and (theirs := os.environ.get("VLLM_CPU_KVCACHE_SPACE", "")) != "0":  # its 0 means unset
+            name, text = "VLLM_CPU_KVCACHE_SPACE", theirs
         if not text:
             return None
         try:
@@ -342,5 +374,5 @@ class EngineConfig:
         except ValueError:
             gib = -1.0
         if not 0 < gib < math.inf:
-            raise ConfigError(f"QUIRE_CPU_KVCACHE_SPACE must be a number of GiB above 0, got {text!r}")
+            raise ConfigError(f"{name} must be a number of GiB above 0, got {text!r}")
         return int(gib * 2**30)

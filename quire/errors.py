@@ -76,6 +76,9 @@ class RankLostError(DeviceLostError):
 class EngineDeadError(QuireError, RuntimeError):
     """The engine has been shut down, or has failed for good."""
 
+    was_sent = False
+    """Whether the call had reached the engine: it may have been done."""
+
 
 class OutOfResourcesError(QuireError, RuntimeError):
     """The process or the system is out of file descriptors, processes, threads or memory. It may help to try again."""
@@ -130,6 +133,10 @@ class SessionExistsError(ValidationError):
 
 class SessionBusyError(QuireError, RuntimeError):
     """The session is in a turn, or was changed concurrently."""
+
+
+class SessionQuotaError(QuireError, RuntimeError):
+    """A tenant's sessions use as much of the store as they may."""
 
 
 class SessionLostError(StoreError):

@@ -13,7 +13,7 @@ from typing import Any
 
 from quire.api.async_sessions import AsyncSessions, SessionTurn
 from quire.api.chat import ChatRenderer
-from quire.api.compat import check_call, drop_neutral
+from quire.api.compat import check_call, engine_arguments
 from quire.api.engine_group import EngineGroup
 from quire.api.inputs import AnyParams, InputProcessor, PromptType, check_params
 from quire.api.output_stream import OutputStream
@@ -59,7 +59,7 @@ class AsyncLLM:
     """The module that the engine's process runs; benchmarks replace it."""
 
     def __init__(self, model: str | os.PathLike[str] = EngineConfig.model, **settings: Any) -> None:
-        self._open(EngineConfig(model=os.fspath(model), **drop_neutral(settings)))
+        self._open(EngineConfig(model=os.fspath(model), **engine_arguments(settings)))
 
     @classmethod
     def from_config(cls, config: EngineConfig, *, spares_torch: bool = False) -> AsyncLLM:
@@ -84,7 +84,7 @@ class AsyncLLM:
 
     def _open_model(self, config: EngineConfig, files: ModelFiles, model: ModelConfig, spares_torch: bool) -> None:
         self.config = config
-        generation = read_generation_config(files) if config.generation_config == "auto" else {}
+        generation = read_generation_config(files, config)
         self._outputs = OutputProcessor()
         self._group = self._make_group(files, model)
         self._group.start()
@@ -95,13 +95,10 @@ class AsyncLLM:
             raise
         self._group.wait_until_ready()
 
-        def make_inputs() -> None:
-            self.inputs = InputProcessor(
-                config, self.info, tokenizer, generation, computes_keys=config.enable_prefix_caching
-            )
-
-        self._group.on_ready = make_inputs  # a restarted engine may have another cache size
-        make_inputs()
+        self.inputs = InputProcessor(
+            config, self.info, tokenizer, generation, computes_keys=config.enable_prefix_caching
+        )
+        self._group.on_ready = lambda: self.inputs.use(self.info)  # a restarted engine may have another cache size
         if tokenizer is not None:
             self._outputs.vocabulary = Vocabulary(tokenizer)
         self._streams: dict[str, OutputStream] = {}
@@ -156,13 +153,16 @@ class AsyncLLM:
         if isinstance(sampling_params, PoolingParams):
             check_params(sampling_params, SamplingParams, "sampling_params", ": `encode` returns embeddings")
         stream = await self.submit(prompt, sampling_params, request_id, priority, tenant, turn, shares_id, sink)
-        written, is_kept = 0, False
+        written: list[int] = []
+        is_kept = False
         try:
             while not stream.is_finished:
                 output: RequestOutput = await stream.take()
                 if turn is not None:
-                    written = len(output.outputs[0].token_ids) + (written if stream.is_delta else 0)
-                    await turn.cut_at_stop(self, output, written)
+                    if not stream.is_delta:
+                        written.clear()
+                    written += output.outputs[0].token_ids
+                    await turn.cut_at_stop(self, stream, output, written)
                     is_kept = output.outputs[0].finish_reason in ("stop", "length")
                 yield output
         finally:
@@ -224,7 +224,7 @@ class AsyncLLM:
         other open requests may have the same id (an HTTP request with several prompts, or a client that repeats
         ids). `sink`: while the reader waits, it takes new text; only for deltas of one sequence without logprobs, and
         not for turns."""
-        self._group.attach()
+        self._group.check_hopeful()
         number = next(self._numbers)
         request_id = str(number) if request_id is None else request_id
         key = f"{request_id}-{number}"
@@ -245,31 +245,29 @@ class AsyncLLM:
             stream.is_delta = kind is RequestOutputKind.DELTA
             stream.is_streamed = stream.awaits_first = kind is not RequestOutputKind.FINAL_ONLY
             message = ipc.encode(ipc.Add(request))
-            replica = self._group.choose(request)  # raises if it died while the prompt was prepared
+            self._outputs.add(request, text)
+            if sink is not None:
+                self._outputs.tracked(key).sink = stream
+            self._group.submit(stream, request, message)
         except BaseException:
+            self._outputs.forget(key)
             del self._streams[request_id]
             if begun is not None:
                 begun.undo(self)
             raise
-        self._outputs.add(request, text)
-        if sink is not None:
-            self._outputs.tracked(key).sink = stream
-        self._group.launch(replica, stream, request, message)
         return stream
 
     def leave(self, stream: OutputStream) -> None:
         """The request's reader has left: abort it if it is unfinished."""
         del self._streams[stream.request_id]
-        if stream.replica is not None:
-            stream.replica.leave(stream)
+        self._group.leave(stream)
 
     async def abort(self, request_id: str | list[str]) -> None:
         """Abort requests; their readers get a last output with `finish_reason="abort"`. Unknown ids are no error."""
         for one in [request_id] if isinstance(request_id, str) else request_id:
             if (stream := self._streams.get(one)) is not None:
                 stream.is_aborted = True
-                if stream.replica is not None:
-                    stream.replica.abort(stream)
+                self._group.abort(stream)
 
     # Sessions
 
@@ -368,6 +366,36 @@ class AsyncLLM:
         return not self.errored
 
     @property
+    def is_hopeful(self) -> bool:
+        """Whether a request is accepted: an engine is alive, or will be."""
+        return self._group.recovery.is_hopeful
+
+    @property
+    def is_supervised(self) -> bool:
+        """Whether a supervisor restarts engines that died, instead of this object."""
+        return all(replica.is_supervised for replica in self.replicas)
+
+    @is_supervised.setter
+    def is_supervised(self, value: bool) -> None:
+        for replica in self.replicas:
+            replica.is_supervised = value
+
+    @property
+    def is_reloading(self) -> bool:
+        """Whether engines are being restarted on request."""
+        return any(replica.is_reloading for replica in self.replicas)
+
+    @property
+    def failures(self) -> int:
+        """How often an engine died or could not be started since it yielded a token; of several, the most."""
+        return max(replica.failures for replica in self.replicas)
+
+    @property
+    def num_resumed(self) -> int:
+        """How often a request went on at another engine than the one that it was at."""
+        return self._group.recovery.resumed
+
+    @property
     def dead_error(self) -> EngineDeadError:
         """The error of every call once the engine is dead."""
         return self._group.dead_error
@@ -384,11 +412,21 @@ class AsyncLLM:
     # Restart and shutdown
 
     async def restart(self, only_if_dead: bool = False) -> None:
-        """Replace the engine by a new one. If it is alive, its requests fail."""
+        """Replace the engine by a new one, where its requests go on."""
         await self._group.restart(only_if_dead)
 
+    async def reload(self, drain_seconds: float = 0.0) -> None:
+        """Replace the engines by new ones, one replica after the other, without losing a request. Open requests have
+        `drain_seconds` to finish first, then they go on at other replicas or at the new engine. With one engine, new
+        requests wait until it is ready."""
+        await self._group.reload(drain_seconds)
+
+    def end_engine(self, reason: str) -> None:
+        """Kill the engine's process as if it had failed: its requests go on."""
+        self._group.end_engines(reason)
+
     def kill_engine(self, reason: str) -> None:
-        """Kill the engine's process. Open requests fail with the reason."""
+        """Kill the engine's process. Open requests fail with the reason, and only `restart` starts another."""
         self._group.kill_engines(reason)
 
     def shutdown(self) -> None:
@@ -409,6 +447,7 @@ class AsyncLLM:
             self.is_shut = True
             self._group.shut()
             self.work.close()
+            await self._group.recovery.close()
             await self._group.stop_in_thread()
 
 

@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from quire.api.output_stream import OutputStream
 from quire.api.session_input import (
     TAIL_TOKENS,
     RenderText,
@@ -25,7 +26,7 @@ from quire.messages.sampling import RequestOutputKind, SamplingParams, check_int
 from quire.sessions.keeper import KEEP, SessionInfo, SessionPage
 from quire.sessions.log import owner_id, session_key
 from quire.sessions.log.export import read_file, write_export
-from quire.sessions.log.state import checked_meta, checked_ttl
+from quire.sessions.log.state import SessionUse, checked_meta, checked_ttl
 
 if TYPE_CHECKING:
     from quire.api.async_llm import AsyncLLM
@@ -55,16 +56,40 @@ class SessionTurn(NamedTuple):
             await llm.call_sessions(calls.RewriteSession(self.key, request.prompt, request.salt))
         elif self.append is not None:
             try:
-                await llm.call_sessions(self.append)
+                await self._append(llm, request, self.append)
             except (asyncio.CancelledError, EngineDeadError):  # the operation was sent, and may be or have been done
                 self.undo(llm)
                 raise
 
-    async def cut_at_stop(self, llm: AsyncLLM, output: RequestOutput, written: int) -> None:
-        """If a stop string was found in this process, cut the session there: the engine may have generated more."""
-        sequence = output.outputs[0]
-        if sequence.finish_reason == "stop" and isinstance(sequence.stop_reason, str):
-            await llm.call_sessions(calls.CutSession(self.key, len(output.prompt_token_ids) + written))
+    async def _append(self, llm: AsyncLLM, request: NewRequest, append: calls.SessionOp) -> None:
+        """Write what precedes the turn, once: the engine may die when it has been written, or before."""
+        try:
+            await llm.call_sessions(append)
+        except EngineDeadError as error:
+            if not error.was_sent:
+                raise
+            try:
+                if (await llm.call_sessions(calls.ReadTokens(self.key))).tokens != request.prompt:
+                    await llm.call_sessions(append)
+            except SessionNotFoundError:  # it died with its engine; the prompt is its whole content
+                await llm.call_sessions(calls.RewriteSession(self.key, request.prompt, request.salt))
+
+    async def cut_at_stop(
+        self, llm: AsyncLLM, stream: OutputStream, output: RequestOutput, written: Sequence[int]
+    ) -> None:
+        """If a stop string was found in this process, cut the session there: the engine may have generated more. If the
+        engine has died since, write the output, which it did not."""
+        sequence, request = output.outputs[0], stream.request
+        if sequence.finish_reason != "stop" or not isinstance(sequence.stop_reason, str):
+            return
+        assert request is not None and stream.engine is not None
+        try:
+            await llm.call_sessions(calls.CutSession(self.key, len(request.prompt) + len(written)))
+        except SessionNotFoundError:
+            if not stream.engine.death:
+                raise
+        if stream.engine.death:
+            await llm.call_sessions(calls.RewriteSession(self.key, [*request.prompt, *written], request.salt))
 
     def undo(self, llm: AsyncLLM) -> None:
         """Take back what the turn appended, without waiting for it."""
@@ -150,8 +175,13 @@ class AsyncSessions:
 
     async def count(self) -> int:
         """The number of sessions."""
-        answer = await self._llm.call_sessions(calls.CountSessions(owner_id(self.tenant)))
-        return answer.count or 0
+        return (await self.use()).sessions
+
+    async def use(self) -> SessionUse:
+        """How many sessions, tokens and bytes they use, of what max_tenant_sessions and its relatives allow."""
+        answer = await self._llm.call_sessions(calls.GetSessionUse(owner_id(self.tenant)))
+        assert answer.use is not None
+        return answer.use
 
     async def exists(self, name: str) -> bool:
         """Whether there is a session with that name."""

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
+from quire.api.death_watch import DeathWatch
 from quire.api.inputs import AnyParams, InputProcessor, PromptType
 from quire.config import EngineConfig
 from quire.engine.setup import make_engine
@@ -25,6 +27,9 @@ from quire.messages.outputs import Output
 from quire.output.detokenizer import Vocabulary
 from quire.output.processor import OutputProcessor
 from quire.sessions.keeper import SessionKeeper
+from quire.sessions.log import Session
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +38,34 @@ class FailedRequest:
 
     request_id: str
     error: QuireError
+
+
+class HeldRequests:
+    """Requests that wait because another, which may have lost the engine's ranks, runs alone."""
+
+    def __init__(self) -> None:
+        self.watch = DeathWatch()
+        self.trial: str | None = None
+        """The request that runs alone."""
+        self.waiting: list[str] = []
+        self.views: list[Output] = []
+        """Outputs of requests that ended between two steps."""
+
+    @property
+    def is_active(self) -> bool:
+        """Whether a request runs alone, or an output was not returned yet."""
+        return self.trial is not None or bool(self.views)
+
+    def take_views(self) -> list[Output]:
+        """Outputs that were not returned yet."""
+        views, self.views = self.views, []
+        return views
+
+    def forget(self, request_id: str) -> None:
+        """The request was aborted."""
+        self.watch.forget(request_id)
+        self.waiting = [one for one in self.waiting if one != request_id]
+        self.views = [view for view in self.views if view.request_id != request_id]
 
 
 class LLMEngine:
@@ -49,14 +82,18 @@ class LLMEngine:
         self.config = config
         files = find_model(config)
         model = read_model_config(files, config.hf_overrides)
-        generation = read_generation_config(files) if config.generation_config == "auto" else {}
+        generation = read_generation_config(files, config)
         tokenizer = None if config.skip_tokenizer_init else tokenizer_of(config, files)
+        self._files, self._model = files, model
         self.core, self.info = make_engine(config, files, model)
         self.inputs = InputProcessor(config, self.info, tokenizer, generation)
         self._outputs = OutputProcessor(None if tokenizer is None else Vocabulary(tokenizer))
         self._closed = False
         self._queued_tokens = 0
         """Prompt tokens added since the last step."""
+        self._held = HeldRequests()
+        self._failures = 0
+        """How often ranks were lost since a token came."""
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineConfig) -> LLMEngine:
@@ -96,7 +133,12 @@ class LLMEngine:
             raise ValidationError(f"request id {request_id!r} is in use", "request_id", request_id)
         request, text = self.inputs.make(request_id, prompt, params, time.monotonic(), priority, tenant)
         request.session = session
-        self.core.add(request)
+        if self.core.has_lost_ranks:
+            self._recover(EngineDeadError(self.core.death))
+        if self._held.trial is None:
+            self.core.add(request)
+        else:
+            self._held.waiting.append(request_id)
         self._outputs.add(request, text)
         self._queued_tokens += len(request.prompt)
 
@@ -104,17 +146,80 @@ class LLMEngine:
         """Launch a step if the device is idle and a step's worth of tokens is queued; does not wait for it."""
         if self._queued_tokens >= self.info.max_num_batched_tokens:
             self._queued_tokens = 0
-            with deferred_interrupts():
+            with deferred_interrupts(), suppress(EngineDeadError):  # the next step raises it, or goes on without
                 self.core.begin()
 
     def step(self) -> list[Output]:
         """Make one step; returns the outputs of requests that have new ones."""
         self._queued_tokens = 0
         with deferred_interrupts():
-            views, stops = self._outputs.process(self.core.step())
+            try:
+                outputs = self.core.step()
+            except EngineDeadError as error:
+                self._recover(error)
+                return self._held.take_views()
+            views, stops = self._outputs.process(outputs)
             for key, at, string in stops:
                 self.core.finish(key, at, string)
+            if outputs.keys:
+                self._failures = 0
+            if self._held.is_active:
+                self._readmit()
+                views = self._held.take_views() + views
         return views
+
+    # Ranks that are lost
+
+    def _recover(self, error: EngineDeadError) -> None:
+        """Make another engine, with new ranks, where open requests go on from the tokens they have. Raises the error if
+        the engine is dead for another reason, or for too many times in a row."""
+        self._failures += 1
+        if not self.core.has_lost_ranks or self._failures > self.config.max_engine_restarts:
+            raise error
+        logger.warning("%s; its requests go on with new ranks", error)
+        held, outputs = self._held, self._outputs
+        held.views += outputs.process(self.core.scheduler.take_outputs())[0]
+        ids = [request.id for request in outputs.open_requests()]
+        held.watch.keep(ids)
+        tokens = {one: outputs.num_tokens(one) for one in ids if one not in held.waiting}
+        for request_id, message in held.watch.engine_died(tokens, str(error)).items():
+            logger.error("request %s: %s", request_id, message)
+            held.views += outputs.process(outputs.ends(request_id, "error", message))[0]
+        kept = self._scratch_sessions()
+        self.core.shutdown()
+        self.core, self.info = make_engine(self.config, self._files, self._model)
+        self.inputs.use(self.info)
+        for session, content in kept:
+            ttl = None if session.expires is None else session.expires - session.used
+            self.core.sessions.create(session.name, content, salt=session.salt, ttl=ttl, meta=session.meta)
+        held.trial, held.waiting = None, [one for one in ids if one in outputs]
+        self._readmit()
+
+    def _scratch_sessions(self) -> list[tuple[Session, list[int]]]:
+        """Sessions that have no durable folder, with their tokens."""
+        keeper = self.core.scheduler.sessions
+        if self.config.kv_disk is not None or not isinstance(keeper, SessionKeeper):
+            return []
+        sessions = keeper.store.page(limit=max(1, len(keeper.store))).sessions
+        return [(one, keeper.tokens(one.name)) for one in sessions if one.lost is None]
+
+    def _readmit(self) -> None:
+        """Queue requests that went on; if one of them may have lost the ranks, each such request alone first."""
+        held, outputs = self._held, self._outputs
+        trial = held.trial
+        if trial is not None and trial in outputs and not held.watch.passes(trial, outputs.num_tokens(trial)):
+            return
+        held.trial = next(iter(held.watch.suspects), None)
+        if held.trial is not None:
+            held.watch.begin_trial(held.trial)
+        admitted = held.waiting if held.trial is None else [held.trial]
+        held.waiting = [one for one in held.waiting if one not in admitted]
+        for request_id in admitted:
+            held.watch.sent(request_id, outputs.num_tokens(request_id))
+            try:
+                self.core.add(outputs.continued(request_id))
+            except QuireError as error:
+                held.views += outputs.process(outputs.ends(request_id, "error", str(error)))[0]
 
     def collect(self, timeout: float | None = None) -> Sequence[Output | FailedRequest]:
         """As `step`, with failed requests among the outputs. `timeout`: seconds to wait for engines in other
@@ -126,13 +231,15 @@ class LLMEngine:
         for request_id in [request_ids] if isinstance(request_ids, str) else request_ids:
             self.core.abort(request_id)
             self._outputs.forget(request_id)
+            if self._held.is_active:
+                self._held.forget(request_id)
 
     def has_unfinished_requests(self) -> bool:
         """Whether another step has work."""
-        return self.core.has_work
+        return self.core.has_work or self._held.is_active
 
     def get_num_unfinished_requests(self) -> int:
-        return self.core.scheduler.unfinished
+        return self.core.scheduler.unfinished + len(self._held.waiting)
 
     def reset_prefix_cache(self) -> bool:
         """Drop all cached blocks; False if running requests still hold some."""

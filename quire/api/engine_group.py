@@ -1,14 +1,14 @@
 """The engines behind an `AsyncLLM`: one, or several with a router in front.
 
 A single engine gets every request. With several, the router chooses one for each request, and a session's turns go to
-the replica that holds the session; when an engine dies, requests whose reader has seen nothing yet are restarted at
-another.
+the replica that holds the session. When an engine dies, its requests go on at another (`RequestRecovery`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from functools import partial
@@ -16,8 +16,9 @@ from typing import Any
 
 from quire.api.lockstep_group import LockstepGroup
 from quire.api.output_stream import OutputStream
-from quire.api.relay import Relay, RelayedRequest
+from quire.api.relay import Relay
 from quire.api.replica import Replica, run_in_thread
+from quire.api.request_recovery import RequestRecovery
 from quire.api.router_feed import RouterFeed, as_routed
 from quire.api.session_affinity import SessionAffinity
 from quire.config import EngineConfig
@@ -25,7 +26,7 @@ from quire.engine import ipc
 from quire.engine.device_split import replica_config, warn_of_orphans
 from quire.engine.engine_info import EngineInfo
 from quire.engine.remote import EngineHandle, RemoteEngine, error_of
-from quire.engine.session_calls import SessionAnswer, SessionOp
+from quire.engine.session_calls import REPEATABLE, SessionAnswer, SessionOp
 from quire.engine.stats import Metric
 from quire.errors import SHUT_DOWN, EngineDeadError
 from quire.loading.files import ModelFiles
@@ -38,8 +39,7 @@ from quire.router import RoutedRequest, Router, make_routing_policy
 
 logger = logging.getLogger(__name__)
 
-MAX_RESTARTS = 2
-"""A request that was at this many engines when they died is not restarted again: it may have killed them."""
+DRAIN_POLL_SECONDS = 0.02
 
 
 class EngineGroup:
@@ -57,21 +57,20 @@ class EngineGroup:
         self.lockstep = LockstepGroup(self.replicas) if config.steps_together else None
         """If the engines step in lockstep: all of them run, or none."""
         self._restarting = asyncio.Lock()
-        self.relay = Relay(self)
-        """Requests of other front processes."""
         self.affinity = SessionAffinity(self, config.kv_disk is not None)
+        self.recovery = RequestRecovery(self, outputs, config.max_engine_restarts)
+        self.relay = Relay(self, outputs)
+        """Requests of other front processes."""
         self.on_ready: Callable[[], None] = lambda: None
         """Called when a new engine has taken a replica's place."""
         policy = make_routing_policy(config.routing_policy)
         for replica in self.replicas:
-            replica.on_ready = self._on_ready
-            replica.on_relayed_end = self.relay.forget
+            replica.on_ready, replica.recovery = self._on_ready, self.recovery
         if size > 1:
             self.router = Router(config.block_size, policy)
             for replica in self.replicas:
                 replica.title = f"replica {replica.number} of {size}"
-                replica.on_lost, replica.move_elsewhere = self._on_lost, self._move_elsewhere
-                replica.move_relayed = self._move_relayed
+                replica.on_lost = self._on_lost
                 if self.lockstep is not None:
                     replica.restart_all = self._restart_together
 
@@ -148,6 +147,15 @@ class EngineGroup:
         """What the engines reported; if they differ, of the one with the smallest cache: what fits there fits all."""
         return min((replica.info for replica in self.replicas), key=lambda info: info.num_blocks)
 
+    def check_hopeful(self) -> None:
+        """As `attach`, but raises only if no engine is alive, nor will be."""
+        if not self.errored:
+            self.attach()
+        elif self.recovery.is_hopeful:
+            self.recovery.ensure_restarts()
+        else:
+            raise self.dead_error
+
     def attach(self) -> None:
         """Let the running event loop read messages of all engines; raises if none is alive."""
         if self.errored:
@@ -158,15 +166,15 @@ class EngineGroup:
     # Requests
 
     def choose(self, request: NewRequest) -> Replica:
-        """The replica to send a request to; raises if it is dead."""
+        """The replica to send a request to; raises if it takes none now."""
         if self.router is None:
             chosen = self.replicas[0]
-        elif request.session:
+        elif request.session and self.affinity.known(request.session) is not None:
             chosen = self.affinity.replica_of(request.session)
         else:
             self.attach()
             chosen = self.replicas[int(self.router.choose(as_routed(request)))]
-        chosen.attach()
+        chosen.check_open()
         return chosen
 
     def choose_for_session(self, tokens: list[int], salt: str) -> Replica:
@@ -180,23 +188,34 @@ class EngineGroup:
         self.router.finished(self.router.launched(routed, name))
         return self.replicas[int(name)]
 
-    def launch(self, replica: Replica, stream: OutputStream, request: NewRequest, message: bytes) -> None:
-        """Send a request to the replica; `message` is its encoded `Add`. The only way a request of this process reaches
-        an engine."""
+    def submit(self, stream: OutputStream, request: NewRequest, message: bytes) -> None:
+        """Send a new request to a replica, or let it wait for one; `message` is its encoded `Add`."""
         stream.request = request
+        try:
+            chosen = self.choose(request)
+        except EngineDeadError:  # it may have died while the prompt was prepared
+            if not self.recovery.can_wait(request):
+                raise
+            self.recovery.park(stream)
+        else:
+            self.launch(chosen, stream, request, message)
+
+    def launch(self, replica: Replica, stream: OutputStream, request: NewRequest, message: bytes) -> None:
+        """Send a request to the replica; `message` is its encoded `Add`. The only way a request reaches an engine."""
         if replica.router_feed is not None:
             replica.router_feed.launch(request)
         replica.add(stream, message)
         if self.lockstep is not None:
             self.lockstep.wake_all()
 
-    def launch_relayed(self, replica: Replica, relayed: RelayedRequest) -> None:
-        """The same for a request of another front process."""
-        if replica.router_feed is not None:
-            replica.router_feed.launch(relayed.request, relayed)
-        replica.relay(relayed)
-        if self.lockstep is not None:
-            self.lockstep.wake_all()
+    def leave(self, stream: OutputStream) -> None:
+        """The request's reader has left: abort it if it is unfinished."""
+        (self.recovery if stream.replica is None else stream.replica).leave(stream)
+        self.recovery.forget(stream)
+
+    def abort(self, stream: OutputStream) -> None:
+        """Abort a request; its reader gets a last output."""
+        (self.recovery if stream.replica is None else stream.replica).abort(stream)
 
     # Engines start and die
 
@@ -207,49 +226,16 @@ class EngineGroup:
             self.router.add(name, info.num_blocks, info.max_num_seqs)
             replica.router_feed = RouterFeed(self.router, name, info.keys, self._outputs)
         self.on_ready()
+        self.recovery.engine_ready(replica)
 
     def _on_lost(self, replica: Replica) -> None:
-        """An engine is dead: send nothing to it any more. Its requests are moved, or fail, next."""
+        """An engine is dead: send nothing to it any more. Its requests go elsewhere next."""
         assert self.router is not None
         self.router.remove(str(replica.number))
         replica.router_feed = None
         self.affinity.forget(replica)
         if self.lockstep is not None and not replica.is_shut:
             self.lockstep.end_others(replica)
-
-    def _move_elsewhere(self, stream: OutputStream) -> bool:
-        """Restart a request of a dead engine at another, unnoticed by its reader; False if that is not possible."""
-        lost, request = stream.replica, stream.request
-        assert lost is not None and request is not None
-        if not stream.can_restart or (chosen := self._choose_again(lost, request, stream.restarts)) is None:
-            return False
-        stream.restarts += 1
-        del lost.streams[stream.key]
-        self._outputs.begin_again(stream.key)
-        self.launch(chosen, stream, request, ipc.encode(ipc.Add(request)))
-        return True
-
-    def _move_relayed(self, relayed: RelayedRequest) -> bool:
-        """The same for a request of another front process."""
-        lost, request = relayed.replica, relayed.request
-        if relayed.is_started or (chosen := self._choose_again(lost, request, relayed.restarts)) is None:
-            return False
-        relayed.restarts += 1
-        del lost.relayed[request.id]
-        self.launch_relayed(chosen, relayed)
-        return True
-
-    def _choose_again(self, lost: Replica, request: NewRequest, restarts: int) -> Replica | None:
-        """Another replica for a request whose engine died; None if it cannot be moved."""
-        if lost.is_shut or request.session or restarts >= MAX_RESTARTS:
-            return None
-        try:
-            return self.choose(request)
-        except EngineDeadError:  # none is left
-            return None
-        except Exception:  # a custom policy failed: so does this request, and the others are still moved
-            logger.exception("the routing policy %r failed", self._config.routing_policy)
-            return None
 
     # Calls
 
@@ -285,8 +271,14 @@ class EngineGroup:
         return outcome
 
     async def call_sessions(self, op: SessionOp) -> SessionAnswer:
-        """Run a session operation. Its changes are durable when this returns."""
-        return await (self.replicas[0] if self.router is None else self.affinity).call_sessions(op)
+        """Run a session operation. Its changes are durable when this returns. It waits for an engine that is being
+        restarted; one that was under way when its engine died is repeated only if that is the same as doing it once."""
+        while True:
+            try:
+                return await (self.replicas[0] if self.router is None else self.affinity).call_sessions(op)
+            except EngineDeadError as error:
+                if (error.was_sent and not isinstance(op, REPEATABLE)) or not await self.recovery.next_engine():
+                    raise
 
     def send_session_op(self, key: str, op: SessionOp) -> None:
         """The same for one session, without waiting for the reply."""
@@ -339,16 +331,44 @@ class EngineGroup:
             raise
         failed = next((error for each in restarts if (error := each.exception()) is not None), None)
         if failed is not None:
-            self.kill_engines(f"not all engines could be restarted: {failed}")
+            self.end_engines(f"not all engines could be restarted: {failed}")
             raise failed
+
+    async def reload(self, seconds: float) -> None:
+        """Replace the engines by new ones, one replica after the other. Open requests have `seconds` to finish where
+        they are, then they go on elsewhere; new ones go to other replicas, or wait."""
+        turns = [self.replicas] if self.lockstep is not None else [[replica] for replica in self.replicas]
+        for replicas in turns:
+            try:
+                await self._drain(replicas, seconds)
+                await replicas[0].restart(only_if_dead=bool(replicas[0].death))
+            finally:
+                for replica in replicas:
+                    if replica.is_draining:  # it was not restarted
+                        replica.is_draining = False
+                        self.recovery.engine_ready(replica)
+
+    async def _drain(self, replicas: Sequence[Replica], seconds: float) -> None:
+        """Send nothing new to these replicas, and wait until they are idle, `seconds` at most."""
+        for replica in replicas:
+            replica.is_draining = True
+            if self.router is not None:
+                self.router.close(str(replica.number))
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and any(not one.death and not one.is_idle for one in replicas):
+            await asyncio.sleep(DRAIN_POLL_SECONDS)
+
+    def end_engines(self, reason: str) -> None:
+        """Kill all processes as if they had failed: their requests go on."""
+        for replica in self.replicas:
+            replica.end_engine(reason)
 
     def kill_engines(self, reason: str) -> None:
         """Kill all processes. Open requests fail with the reason."""
         for replica in self.replicas:
-            # Marked as shut meanwhile: its requests must not move to an engine that is killed next.
-            replica.is_shut, was_shut = True, replica.is_shut
-            replica.kill_engine(reason)
-            replica.is_shut = was_shut
+            replica.is_killed = True
+        self.end_engines(reason)
+        self.recovery.give_up(self.replicas[0])
 
     def shut(self) -> None:
         """Close all engines permanently; call `stop` next."""

@@ -76,18 +76,23 @@ class InputProcessor:
         """`computes_keys`: content keys are computed here; otherwise the loop computes them at admission, while the
         device works."""
         self.tokenizer = tokenizer
-        self.texts = None if tokenizer is None else TextEncoder(tokenizer, info.max_model_len)
-        """For texts of strangers, which may be of any length; None without a tokenizer."""
-        self._info = info
+        self._default_pooling = config.pooling
+        self.use(info)
         self._generation_config = generation_config
         self._max_logprobs = info.model.vocab_size if config.max_logprobs < 0 else config.max_logprobs
         self._seeds = random.Random(config.seed)
         self.eos_ids = self._end_tokens()
         """Tokens that end an answer."""
-        self._pooling = PoolingInputs(info, tokenizer, config.pooling)
         self._isolates_tenants = config.isolate_tenants
         self._word_tokens = lru_cache(CACHED_BAD_WORDS)(self._encode_word)
         self._computes_keys = computes_keys
+
+    def use(self, info: InputInfo) -> None:
+        """Check requests against this engine from now on."""
+        self._info = info
+        self.texts = None if self.tokenizer is None else TextEncoder(self.tokenizer, info.max_model_len)
+        """For texts of strangers, which may be of any length; None without a tokenizer."""
+        self._pooling = PoolingInputs(info, self.tokenizer, self._default_pooling)
 
     def make(
         self,

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from quire.api.chat import ChatRenderer, template_text
-from quire.api.compat import check_call, drop_neutral
+from quire.api.compat import check_call, engine_arguments
 from quire.api.engine import LLMEngine
 from quire.api.inputs import AnyParams, PromptType, as_prompts, check_params, one_each
 from quire.api.output_queues import OutputQueues, Queue
@@ -40,7 +40,7 @@ class LLM:
 
     def __init__(self, model: str | os.PathLike[str] = EngineConfig.model, **settings: Any) -> None:
         name = os.fspath(model) if isinstance(model, os.PathLike) else model
-        self._open(EngineConfig(model=name, **drop_neutral(settings)))
+        self._open(EngineConfig(model=name, **engine_arguments(settings)))
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineConfig) -> LLM:

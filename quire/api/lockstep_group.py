@@ -61,4 +61,4 @@ class LockstepGroup:
         deadline = time.monotonic() + EXIT_WAIT_SECONDS
         for replica in others:
             own = replica.engine.exit_reason(max(0.0, deadline - time.monotonic()))
-            replica.kill_engine(own or f"it shares the experts with replica {lost.number}, which is down: {lost.death}")
+            replica.end_engine(own or f"it shares the experts with replica {lost.number}, which is down: {lost.death}")

@@ -15,6 +15,7 @@ from quire.output.tracked import TextSink
 
 if TYPE_CHECKING:
     from quire.api.replica import Replica
+    from quire.engine.remote import EngineHandle
     from quire.messages.request import NewRequest
 
 
@@ -33,9 +34,9 @@ class OutputStream:
         self.request: NewRequest | None = None
         """The request, once it was sent…"""
         self.replica: Replica | None = None
-        """…and where."""
-        self.restarts = 0
-        """How often it was restarted at another replica."""
+        """…and where; None: it waits for an engine."""
+        self.engine: EngineHandle | None = None
+        """The engine that it was last sent to."""
         self.is_delta = False
         self.is_aborted = False
         """The caller has aborted it."""
@@ -54,11 +55,6 @@ class OutputStream:
         self._error: Exception | None = None
         self._reader: asyncio.Future[None] | None = None
         """Set when something has come, while the reader waits."""
-
-    @property
-    def can_restart(self) -> bool:
-        """Whether its reader has seen nothing of it, so that it can start again."""
-        return not self.is_ended and (self.awaits_first or not self.is_streamed)
 
     def put(self, output: Output) -> None:
         """Deliver an output."""

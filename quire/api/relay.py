@@ -1,7 +1,7 @@
 """Requests of other front processes: this one sends them to its engines, and passes their outputs on as they come.
 
-The process that owns the engines (the hub) neither detokenizes nor keeps outputs for them. It decides where they run,
-as for its own, and it ends them when the front that made them exits.
+The process that owns the engines (the hub) makes neither text nor outputs for them. It keeps their tokens, so that they
+go on at another engine when theirs dies, as its own requests do, and ends them when the front that made them exits.
 """
 
 from __future__ import annotations
@@ -9,14 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
+from quire.api.output_stream import OutputStream
 from quire.engine import ipc
 from quire.errors import QuireError
-from quire.messages.outputs import StepOutputs
+from quire.messages.outputs import Finished, Output, RequestOutput, StepOutputs
 from quire.messages.request import NewRequest
 
 if TYPE_CHECKING:
     from quire.api.engine_group import EngineGroup
-    from quire.api.replica import Replica
+    from quire.output.processor import OutputProcessor
 
 T = TypeVar("T")
 
@@ -29,78 +30,112 @@ class RelayPeer(Protocol):
         ...
 
 
-class RelayedTokens:
-    """The tokens of one sequence so far."""
+class RelayedStream(OutputStream):
+    """A request of another front. Outputs of engines are passed on before they get here; only an end that no engine has
+    reported is sent from here."""
 
-    __slots__ = ("tokens",)
-
-    def __init__(self) -> None:
-        self.tokens: list[int] = []
-
-
-class RelayedRequest:
-    """An open request of another front. The router reads it as it reads a `TrackedRequest`."""
-
-    def __init__(self, request: NewRequest, message: bytes, peer: RelayPeer) -> None:
-        """`message`: its encoded `Add`."""
-        self.request = request
-        self.message = message
+    def __init__(self, key: str, peer: RelayPeer, relay: Relay) -> None:
+        super().__init__(key, key)
         self.peer = peer
-        self.replica: Replica
-        """Where it runs."""
-        is_single = request.pooling is not None or request.beams is not None
-        self.open = 1 if is_single else request.params.n
-        """Sequences that have not ended."""
-        self.sequences = [RelayedTokens() for _ in range(self.open)]
-        self.num_cached: int | None = None
-        self.is_started = False
-        """Whether the front has got something of it, so that it cannot start again."""
-        self.restarts = 0
+        self.raises_refusals = False  # the front does that
+        self.ended: set[int] = set()
+        """Sequences whose end the front knows."""
+        self._relay = relay
 
-    def note(self, sequence: int, tokens: list[int]) -> None:
-        """New tokens of a sequence have come."""
-        self.is_started = True
-        if sequence < len(self.sequences):
-            self.sequences[sequence].tokens += tokens
+    def put(self, output: Output) -> None:
+        """All sequences have ended."""
+        self.is_ended = output.finished
+        if isinstance(output, RequestOutput):
+            missing = [one for one in output.outputs if one.index not in self.ended]
+            if missing:
+                ends = [
+                    Finished((self.key, one.index), one.finish_reason or "abort", message=output.error)
+                    for one in missing
+                ]
+                self.peer.send(ipc.Outputs(StepOutputs(finished=ends)))
+        self._relay.end(self)
+
+    def fail(self, error: QuireError) -> None:
+        """Nothing more will come, because of this error."""
+        if not self.is_ended:
+            self.is_ended = True
+            self.peer.send(refusal_of(self.key, error))
+            self._relay.end(self)
 
 
 class Relay:
     """All requests of other fronts, by the engine's key."""
 
-    def __init__(self, group: EngineGroup) -> None:
+    def __init__(self, group: EngineGroup, outputs: OutputProcessor) -> None:
         self._group = group
-        self._open: dict[str, RelayedRequest] = {}
+        self._outputs = outputs
+        self._open: dict[str, RelayedStream] = {}
 
     def __len__(self) -> int:
         return len(self._open)
 
     def add(self, request: NewRequest, message: bytes, peer: RelayPeer) -> None:
-        """Send a front's request to an engine; if there is none, the front gets the refusal."""
-        relayed = RelayedRequest(request, message, peer)
+        """Send a front's request to an engine, or let it wait for one; `message` is its encoded `Add`. If it is refused
+        the front is told."""
+        stream = RelayedStream(request.id, peer, self)
         try:
-            self._group.attach()
-            self._group.launch_relayed(self._group.choose(request), relayed)
-        except Exception as error:  # a custom policy may fail in any way: that request fails alone
+            self._group.check_hopeful()
+            self._outputs.add_relayed(request)
+            self._group.submit(stream, request, message)
+        except Exception as error:  # a user's routing policy may fail in any way: that request fails alone
+            self._outputs.forget(request.id)
             peer.send(refusal_of(request.id, error))
         else:
-            self._open[request.id] = relayed
+            self._open[request.id] = stream
+            self._listen(self.pass_on)
 
-    def send(self, key: str, message: ipc.Abort | ipc.Finish) -> None:
-        """Pass a message about a request to its engine; none if it has ended."""
-        if (relayed := self._open.get(key)) is not None:
-            relayed.replica.engine.send(message)
+    def _listen(self, pass_on: Callable[[StepOutputs], None] | None) -> None:
+        """Engines' outputs are passed on only while there are such requests: without, a step costs nothing more."""
+        for replica in self._group.replicas:
+            replica.pass_on = pass_on
+
+    def abort(self, key: str) -> None:
+        """Abort a request; its front gets a last output."""
+        if (stream := self._open.get(key)) is not None:
+            stream.is_aborted = True
+            self._group.abort(stream)
+
+    def finish(self, message: ipc.Finish) -> None:
+        """Its front has found a stop string: end the sequence here and in the engine."""
+        key, sequence = message.key
+        if (stream := self._open.get(key)) is not None:
+            stream.ended.add(sequence)
+            if stream.replica is not None:
+                stream.replica.engine.send(message)
+            if (last := self._outputs.finish_at(message.key, message.at, message.stop_reason)) is not None:
+                stream.put(last)
+
+    def pass_on(self, outputs: StepOutputs) -> None:
+        """Send outputs to the fronts that they are for, one message for each."""
+        opened = self._open
+
+        def peer_of(key: str) -> RelayPeer | None:
+            return None if (stream := opened.get(key)) is None else stream.peer
+
+        for peer, part in split_by_owner(outputs, peer_of).items():
+            if peer is not None:
+                peer.send(ipc.Outputs(part))
+                for end in part.finished:
+                    opened[end.key[0]].ended.add(end.key[1])
+
+    def end(self, stream: RelayedStream) -> None:
+        """The request has ended, or its front has."""
+        if self._open.pop(stream.key, None) is not None:
+            self._group.leave(stream)
+            if not self._open:
+                self._listen(None)
 
     def drop_peer(self, peer: RelayPeer) -> int:
         """The front has exited: abort its requests. Returns how many there were."""
-        left = [relayed for relayed in self._open.values() if relayed.peer is peer]
-        for relayed in left:
-            relayed.replica.engine.send(ipc.Abort(relayed.request.id))
-            relayed.replica.end_relayed(relayed.request.id)
+        left = [stream for stream in self._open.values() if stream.peer is peer]
+        for stream in left:
+            self.end(stream)
         return len(left)
-
-    def forget(self, key: str) -> None:
-        """The request has ended."""
-        self._open.pop(key, None)
 
 
 def refusal_of(key: str, error: Exception) -> ipc.RequestRefused:

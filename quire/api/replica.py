@@ -7,10 +7,9 @@ import itertools
 import logging
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quire.api.output_stream import OutputStream, split_outputs
-from quire.api.relay import RelayedRequest, RelayPeer, refusal_of, split_by_owner
 from quire.api.router_feed import RouterFeed
 from quire.engine import ipc
 from quire.engine.engine_info import EngineInfo
@@ -21,6 +20,9 @@ from quire.errors import SHUT_DOWN, EngineDeadError, QuireError, ReplicaDownErro
 from quire.messages.memory_map import MemoryMap
 from quire.messages.outputs import Finished, StepOutputs
 from quire.output.processor import OutputProcessor
+
+if TYPE_CHECKING:
+    from quire.api.request_recovery import RequestRecovery
 
 logger = logging.getLogger(__name__)
 
@@ -42,24 +44,30 @@ class Replica:
         """The engine that is being started."""
         self.streams: dict[str, OutputStream] = {}
         """Requests sent here, by the engine's key."""
-        self.relayed: dict[str, RelayedRequest] = {}
-        """The same for those of other fronts…"""
-        self.on_relayed_end: Callable[[str], None] = lambda key: None
-        """…and what is called when one has ended."""
+        self.pass_on: Callable[[StepOutputs], None] | None = None
+        """Sends outputs to other front processes, while those have open requests."""
         self.calls: dict[int, asyncio.Future[Any]] = {}
         """Calls to the engine that wait for their reply, by number."""
         self.router_feed: RouterFeed | None = None
         """Reports to the router, if there is one."""
         self.is_shut = False
         """Shut down for good: it cannot be restarted."""
+        self.is_killed = False
+        """Its engine was killed on request: it is restarted on request only."""
+        self.is_supervised = False
+        """A supervisor restarts its engine."""
+        self.is_draining = False
+        """It is about to be restarted, and gets no new requests."""
+        self.failures = 0
+        """How often its engine died or could not be started since it yielded a token."""
+        self.trial: OutputStream | None = None
+        """A request that may have killed engines, and runs here alone."""
+        self.recovery: RequestRecovery
+        """Takes over the requests of an engine that died."""
         self.on_ready: Callable[[Replica], None] = lambda replica: None
         """Called when an engine has taken its place."""
         self.on_lost: Callable[[Replica], None] = lambda replica: None
-        """Called when the engine is dead, before its requests are failed."""
-        self.move_elsewhere: Callable[[OutputStream], bool] = lambda stream: False
-        """Restarts a request at another replica; False if that is not possible…"""
-        self.move_relayed: Callable[[RelayedRequest], bool] = lambda relayed: False
-        """…and the same for another front's."""
+        """Called when the engine is dead, before its requests go elsewhere."""
         self.restart_all: Callable[[bool], Awaitable[None]] | None = None
         """Restarts all replicas, if none can be restarted alone."""
         self._start = start
@@ -69,6 +77,8 @@ class Replica:
         self._numbers = itertools.count()
         self._unsent: list[SessionOp] = []
         """Session operations for the next engine: the last one died before it got them."""
+        self._session_calls = 0
+        """Session calls under way."""
         self._restarting = asyncio.Lock()
 
     # The engine
@@ -87,6 +97,7 @@ class Replica:
         assert self.starting is not None
         self.engine, self.starting = self.starting, None
         self.engine.on_message, self.engine.on_death = self._receive, self._on_death
+        self.is_killed = self.is_draining = False
         unsent, self._unsent = self._unsent, []
         for op in unsent:
             self.send_session_op(op)
@@ -120,7 +131,24 @@ class Replica:
 
     @property
     def num_open_requests(self) -> int:
-        return len(self.streams) + len(self.relayed)
+        return len(self.streams)
+
+    @property
+    def is_reloading(self) -> bool:
+        """Whether it is being restarted on request."""
+        return self.is_draining
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request and no session call is under way."""
+        return not self._session_calls and all(stream.is_ended for stream in self.streams.values())
+
+    def check_open(self) -> None:
+        """Raise unless it takes new requests now."""
+        self.attach()
+        if self.trial is not None or self.is_draining:
+            what = "is being restarted" if self.is_draining else "runs a request alone that may have killed engines"
+            raise ReplicaDownError(f"{self.title or 'the engine'} {what}")
 
     def attach(self) -> None:
         """Let the running event loop read the engine's messages; raises if the engine is dead."""
@@ -132,7 +160,7 @@ class Replica:
 
     def add(self, stream: OutputStream, message: bytes) -> None:
         """Send a request; `message` is its encoded `Add`."""
-        stream.replica = self
+        stream.replica, stream.engine = self, self.engine
         self.streams[stream.key] = stream
         self.engine.send(message)
         if stream.is_aborted:
@@ -152,53 +180,6 @@ class Replica:
             if not stream.is_ended:
                 self.engine.send(ipc.Abort(stream.key))
 
-    # Requests of other fronts
-
-    def relay(self, relayed: RelayedRequest) -> None:
-        """Send another front's request."""
-        relayed.replica = self
-        self.relayed[relayed.request.id] = relayed
-        self.engine.send(relayed.message)
-
-    def end_relayed(self, key: str) -> None:
-        """It has ended, or its front has: further outputs are dropped."""
-        if self.relayed.pop(key, None) is not None:
-            if self.router_feed is not None:
-                self.router_feed.end(key)
-            self.on_relayed_end(key)
-
-    def _pass_on(self, outputs: StepOutputs) -> StepOutputs:
-        """Send outputs to the fronts they are for; returns those of this one."""
-        relayed = self.relayed
-
-        def peer_of(key: str) -> RelayPeer | None:
-            found = relayed.get(key)
-            return None if found is None else found.peer
-
-        parts = split_by_owner(outputs, peer_of)
-        own = parts.pop(None, None)
-        for peer, part in parts.items():
-            assert peer is not None
-            peer.send(ipc.Outputs(part))
-            self._note_relayed(part)
-        return StepOutputs() if own is None else own
-
-    def _note_relayed(self, outputs: StepOutputs) -> None:
-        at = 0
-        for i, (key, sequence) in enumerate(outputs.keys):
-            end = at + (1 if outputs.counts is None else outputs.counts[i])
-            self.relayed[key].note(sequence, outputs.tokens[at:end])
-            at = end
-        for started in outputs.started:
-            self.relayed[started.key[0]].num_cached = started.num_cached
-        for ended in outputs.finished:
-            self.relayed[ended.key[0]].open -= 1
-        if self.router_feed is not None:
-            self.router_feed.note(outputs)
-        for key in {ended.key[0] for ended in outputs.finished}:
-            if self.relayed[key].open <= 0:
-                self.end_relayed(key)
-
     # Calls
 
     async def call(self, message: Callable[[int], ipc.Down]) -> Any:
@@ -210,7 +191,11 @@ class Replica:
 
     async def call_sessions(self, op: SessionOp) -> SessionAnswer:
         """Run a session operation. Its changes are durable when this returns."""
-        reply: ipc.SessionReply = await self.call(lambda number: ipc.SessionCall(number, op))
+        self._session_calls += 1
+        try:
+            reply: ipc.SessionReply = await self.call(lambda number: ipc.SessionCall(number, op))
+        finally:
+            self._session_calls -= 1
         if reply.refused is not None:
             raise error_of(reply.refused)
         assert reply.answer is not None
@@ -264,9 +249,6 @@ class Replica:
             case ipc.Outputs(outputs=outputs):
                 self._take_outputs(outputs)
             case ipc.RequestRefused(id=key):
-                if (relayed := self.relayed.get(key)) is not None:
-                    relayed.peer.send(message)
-                    self.end_relayed(key)
                 self._fail(key, error_of(message))
             case (
                 ipc.HealthReport()
@@ -283,8 +265,8 @@ class Replica:
     def _take_outputs(self, outputs: StepOutputs) -> None:
         """Deliver first tokens before those of running streams: users notice the time to first token."""
         self._deliver_deferred()
-        if self.relayed:
-            outputs = self._pass_on(outputs)
+        if self.pass_on is not None:
+            self.pass_on(outputs)
         streams = self.streams
         new = {key[0] for key in outputs.keys if (one := streams.get(key[0])) is not None and one.awaits_first}
         if not new or outputs.counts is not None or len(outputs.keys) - len(new) < DEFERRED_OUTPUTS:
@@ -319,6 +301,10 @@ class Replica:
                 stream.put(view)
         if self.router_feed is not None:
             self.router_feed.note(outputs)
+        if outputs.keys:
+            self.failures = 0
+        if self.trial is not None:
+            self.recovery.on_output(self)
 
     def _refuse(self, end: Finished) -> None:
         """Fail a request that the engine refused after it had accepted it."""
@@ -334,30 +320,22 @@ class Replica:
 
     # The end of the engine
 
-    def _on_death(self, reason: str) -> None:
-        """The engine is dead: move its requests elsewhere or fail them, and fail open calls."""
+    def _on_death(self, reason: str, is_planned: bool = False) -> None:
+        """The engine is dead: its requests go on elsewhere, open calls fail."""
         self._deliver_deferred()
         self.on_lost(self)
-        moved = 0
-        for stream in list(self.streams.values()):
-            if not stream.is_ended and self.move_elsewhere(stream):
-                moved += 1
-            else:
-                self._fail(stream.key, self.dead_error)
-        for relayed in list(self.relayed.values()):
-            if self.move_relayed(relayed):
-                moved += 1
-            else:
-                relayed.peer.send(refusal_of(relayed.request.id, self.dead_error))
-                self.end_relayed(relayed.request.id)
-        if moved:
-            logger.warning("%s is down: %d requests are restarted at other replicas", self.title, moved)
+        streams = [stream for stream in self.streams.values() if not stream.is_ended]
+        for stream in streams:
+            del self.streams[stream.key]
+        self.recovery.engine_died(self, streams, is_planned)
         for reply in self.calls.values():
             if not reply.done():
-                reply.set_exception(self.dead_error)
+                error = self.dead_error
+                error.was_sent = True
+                reply.set_exception(error)
 
     async def restart(self, only_if_dead: bool = False) -> None:
-        """Replace the engine by a new one. If it is alive, its requests fail."""
+        """Replace the engine by a new one, where its requests go on."""
         await (self.restart_alone if self.restart_all is None else self.restart_all)(only_if_dead)
 
     async def restart_alone(self, only_if_dead: bool) -> None:
@@ -369,7 +347,12 @@ class Replica:
                 return  # another call has restarted it
             self.close("the engine is being restarted")
             await run_in_thread(self.engine.stop)
-            await self._make_engine()
+            try:
+                await self._make_engine()
+            except Exception:
+                self.failures += 1
+                self.recovery.attempt_failed(self)
+                raise
 
     async def _make_engine(self) -> None:
         """Start a new engine and wait for it; it is killed if this replica is shut down meanwhile."""
@@ -392,14 +375,19 @@ class Replica:
             raise EngineDeadError(SHUT_DOWN)
         self.adopt()
 
+    def end_engine(self, reason: str) -> None:
+        """Kill the engine's process as if it had failed: its requests go on elsewhere."""
+        self.engine.end(reason)
+
     def kill_engine(self, reason: str) -> None:
-        """Kill the engine's process. Open requests fail with the reason."""
+        """Kill the engine's process. Open requests fail with the reason, and only `restart` starts another."""
+        self.is_killed = True
         self.engine.end(reason)
 
     def close(self, reason: str) -> None:
-        """Stop sending and receiving, and fail or move open requests; call `engine.stop` next."""
+        """Stop sending and receiving; call `engine.stop` next."""
         self.engine.close(reason)
-        self._on_death(self.engine.death)
+        self._on_death(self.engine.death, is_planned=True)
 
     def shut(self) -> None:
         """Close permanently, together with an engine that is being started."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from quire.api.relay import RelayedRequest
 from quire.kvcache.prefix_cache import ContentKeys
 from quire.messages.outputs import StepOutputs
 from quire.messages.request import NewRequest
@@ -21,7 +20,7 @@ class FedRequest:
     """A request at the replica."""
 
     opened: OpenRequest
-    tracked: TrackedRequest | RelayedRequest
+    tracked: TrackedRequest
 
 
 class RouterFeed:
@@ -41,11 +40,11 @@ class RouterFeed:
         self.expected_tokens = 0
         """Of these, tokens that the router expected to be cached here."""
 
-    def launch(self, request: NewRequest, relayed: RelayedRequest | None = None) -> None:
-        """The request is sent to the replica; the output processor tracks it already, unless it is another front's."""
+    def launch(self, request: NewRequest) -> None:
+        """The request is sent to the replica; the output processor tracks it already."""
         routed = as_routed(request)
         opened = self._router.launched(routed, self._name)
-        self._open[request.id] = FedRequest(opened, relayed or self._outputs.tracked(request.id))
+        self._open[request.id] = FedRequest(opened, self._outputs.tracked(request.id))
         self._waiting.add(request.id)
         self.prompt_tokens += routed.prompt_tokens
         self.expected_tokens += routed.prompt_tokens - opened.uncached
@@ -80,7 +79,7 @@ class RouterFeed:
         tracked = fed.tracked
         self._router.progress(fed.opened, sum(len(one.tokens) for one in tracked.sequences), tracked.num_cached)
 
-    def _all_keys(self, tracked: TrackedRequest | RelayedRequest) -> list[bytes]:
+    def _all_keys(self, tracked: TrackedRequest) -> list[bytes]:
         """Keys of the blocks of prompt and output; the last token has no KV."""
         request, size = tracked.request, self._keys.block_size
         keys = list(request.keys)

@@ -6,7 +6,7 @@ import asyncio
 import heapq
 import math
 from collections import OrderedDict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
@@ -18,7 +18,7 @@ from quire.errors import EngineDeadError, QuireError, ReplicaDownError, SessionN
 from quire.sessions.keeper import SessionPage
 from quire.sessions.log import name_of, session_key
 from quire.sessions.log.export import decode_export
-from quire.sessions.log.state import exists_error, unpack_tokens
+from quire.sessions.log.state import SessionUse, exists_error, unpack_tokens
 
 if TYPE_CHECKING:
     from quire.api.engine_group import EngineGroup
@@ -38,7 +38,7 @@ class SessionAffinity:
     def __init__(self, group: EngineGroup, survives: bool) -> None:
         """`survives`: whether sessions outlive their engine."""
         self._group = group
-        self._survives = survives
+        self.survives = survives
         self._known: OrderedDict[str, int] = OrderedDict()
         """Number of the replica that holds a session, by the session's key."""
         self._creating: dict[str, tuple[asyncio.Lock, int]] = {}
@@ -56,9 +56,14 @@ class SessionAffinity:
         home = self.known(key)
         return self._any_replica() if home is None else self._check_alive(home, key)
 
+    def place(self, key: str, replica: Replica) -> None:
+        """The session is at this replica now."""
+        if self._group.router is not None:
+            self._remember(key, replica)
+
     def forget(self, replica: Replica) -> None:
         """The replica is dead, and with it its sessions, unless they survive."""
-        if not self._survives:
+        if not self.survives:
             for key in [key for key, number in self._known.items() if number == replica.number]:
                 del self._known[key]
 
@@ -69,9 +74,9 @@ class SessionAffinity:
         match op:
             case calls.ListSessions():
                 return await self._page(op)
-            case calls.CountSessions():
+            case calls.GetSessionUse():
                 answers = await asyncio.gather(*(replica.call_sessions(op) for replica in self._all_replicas()))
-                return SessionAnswer(count=sum(answer.count or 0 for answer in answers))
+                return SessionAnswer(use=_summed(answer.use for answer in answers if answer.use is not None))
             case calls.CreateSession(is_new=True):
                 return await self._create_at(op.key, self._group.choose_for_session(op.tokens, op.salt), op)
             case calls.CreateSession() | calls.RewriteSession():
@@ -139,7 +144,7 @@ class SessionAffinity:
             return home
         if (known := self.known(key)) is not None:  # another call has found or created it
             return self._check_alive(known, key)
-        if self._survives and (down := self._down()):
+        if self.survives and (down := self._down()):
             raise ReplicaDownError(
                 f"session {name_of(key)!r} is at none of the running replicas, and may be at one that is down; try "
                 f"again later: {down[0].dead_error}"
@@ -179,7 +184,7 @@ class SessionAffinity:
     def _all_replicas(self) -> list[Replica]:
         """All replicas that may hold sessions; raises if one of them is down."""
         alive = self._alive()
-        if self._survives and (down := self._down()):
+        if self.survives and (down := self._down()):
             raise ReplicaDownError(
                 f"some sessions are at a replica that is down; try again later: {down[0].dead_error}"
             )
@@ -213,8 +218,9 @@ class SessionAffinity:
         )
         pages = [answer.page for answer in answers if answer.page is not None]
         merged = list(heapq.merge(*(page.sessions for page in pages), key=lambda info: info.created))
+        use = _summed(page.use for page in pages)
         more = len(merged) > op.limit or any(page.after is not None for page in pages)
-        return SessionAnswer(page=SessionPage(merged[: op.limit], 0 if more else None))
+        return SessionAnswer(page=SessionPage(merged[: op.limit], 0 if more else None, use))
 
     def _page_op(self, op: calls.ListSessions, when: float, home: Replica, replica: Replica) -> calls.ListSessions:
         """The call for one replica's page. Sessions created at the same time are ordered by replica number."""
@@ -222,3 +228,12 @@ class SessionAffinity:
             return op
         bound = when if replica.number < home.number else math.nextafter(when, -math.inf)
         return msgspec.structs.replace(op, after=None, made_after=bound)
+
+
+def _summed(uses: Iterable[SessionUse]) -> SessionUse:
+    total = SessionUse()
+    for use in uses:
+        total.sessions, total.tokens, total.bytes = (
+            total.sessions + use.sessions, total.tokens + use.tokens, total.bytes + use.bytes,
+        )  # fmt: skip
+    return total

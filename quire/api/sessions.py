@@ -27,6 +27,7 @@ from quire.messages.sampling import RequestOutputKind, SamplingParams
 from quire.sessions.keeper import KEEP, SessionInfo, SessionKeeper, SessionPage
 from quire.sessions.log import owner_id, session_key
 from quire.sessions.log.export import read_file, write_export
+from quire.sessions.log.state import SessionUse
 
 PAGE = 100
 
@@ -111,8 +112,13 @@ class Sessions:
             after = page.after
 
     def __len__(self) -> int:
+        return self.use.sessions
+
+    @property
+    def use(self) -> SessionUse:
+        """How many sessions, tokens and bytes they use, of what max_tenant_sessions and its relatives allow."""
         with self._outputs.exclusive():
-            return self.keeper.count(owner_id(self._tenant))
+            return self.keeper.use(owner_id(self._tenant))
 
     def __contains__(self, name: object) -> bool:
         try:

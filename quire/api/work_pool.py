@@ -25,7 +25,7 @@ class AbandonedError(Exception):
     """The caller of this work has left."""
 
 
-class _Job:
+class _PoolJob:
     """One piece of work."""
 
     def __init__(self, work: Callable[[], Any], tenant: str) -> None:
@@ -41,7 +41,7 @@ _current = threading.local()
 
 def check_abandoned() -> None:
     """Called now and then by long work: raises if its caller has left. Outside a pool it does nothing."""
-    job: _Job | None = getattr(_current, "job", None)
+    job: _PoolJob | None = getattr(_current, "job", None)
     if job is not None and job.is_abandoned:
         raise AbandonedError
 
@@ -57,9 +57,9 @@ class WorkPool:
     def __init__(self, threads: int | None = None) -> None:
         """`threads`: that one tenant may use, by default one a core; there is one more for others."""
         self._per_tenant = max(1, min(MOST_THREADS, threads or os.cpu_count() or 1))
-        self._queues: OrderedDict[str, deque[_Job]] = OrderedDict()
+        self._queues: OrderedDict[str, deque[_PoolJob]] = OrderedDict()
         """By tenant; the next to have a turn first."""
-        self._running: dict[str, set[_Job]] = {}
+        self._running: dict[str, set[_PoolJob]] = {}
         self._changed = threading.Condition()
         self._threads = 0
         self._idle = 0
@@ -67,7 +67,7 @@ class WorkPool:
 
     async def run(self, function: Callable[..., T], *arguments: Any, tenant: str = "") -> T:
         """The result of a call in one of the threads."""
-        job = _Job(functools.partial(function, *arguments), tenant)
+        job = _PoolJob(functools.partial(function, *arguments), tenant)
         self._add(job)
         try:
             result: T = await job.future
@@ -79,7 +79,7 @@ class WorkPool:
         finally:
             del job  # an exception refers to this frame, and the job to the exception
 
-    def _add(self, job: _Job) -> None:
+    def _add(self, job: _PoolJob) -> None:
         with self._changed:
             if self._is_closed:
                 raise EngineDeadError(SHUT_DOWN)
@@ -122,7 +122,7 @@ class WorkPool:
             self._end(job)
             del job
 
-    def _next(self) -> _Job | None:
+    def _next(self) -> _PoolJob | None:
         """Wait for work; None: there is none, and the thread ends."""
         with self._changed:
             until = time.monotonic() + IDLE_SECONDS
@@ -137,7 +137,7 @@ class WorkPool:
             self._running.setdefault(job.tenant, set()).add(job)
             return job
 
-    def _take(self) -> _Job | None:
+    def _take(self) -> _PoolJob | None:
         """The first job of the next tenant that does not have all its threads."""
         for tenant in list(self._queues):
             queue = self._queues[tenant]
@@ -150,7 +150,7 @@ class WorkPool:
                 return queue.popleft()
         return None
 
-    def _end(self, job: _Job) -> None:
+    def _end(self, job: _PoolJob) -> None:
         with self._changed:
             self._running[job.tenant].discard(job)
             if not self._running[job.tenant]:
@@ -158,7 +158,7 @@ class WorkPool:
             self._changed.notify_all()
 
 
-def _execute(job: _Job) -> None:
+def _execute(job: _PoolJob) -> None:
     work, job.work = job.work, None
     outcome, error = None, None
     _current.job = job
@@ -173,7 +173,7 @@ def _execute(job: _Job) -> None:
     del job, error, work  # the error's traceback refers to this frame
 
 
-def _answer(job: _Job, outcome: Any, error: BaseException | None) -> None:
+def _answer(job: _PoolJob, outcome: Any, error: BaseException | None) -> None:
     with suppress(RuntimeError):  # the loop is closed
         job.loop.call_soon_threadsafe(_settle, job.future, outcome, error)
 

@@ -9,8 +9,9 @@ import typing
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from quire.api import compat
-from quire.cli.values import json_object, size, size_or_auto
+from quire.api import compat, vllm_arguments
+from quire.api.vllm_arguments import POOLER, RENAMED, SPECULATION, VALUES, ForeignArgument
+from quire.cli.values import as_log_level, json_object, size, size_or_auto
 from quire.config import EngineConfig
 from quire.errors import ConfigError
 
@@ -46,10 +47,14 @@ def add_engine_flags(parser: argparse.ArgumentParser, only: Collection[str] = ()
     """A flag for each field of `EngineConfig`, or for those in `only`."""
     add_config_flags(parser, EngineConfig, "engine: ", SIZES, only)
     if not only:
-        add_neutral_flags(parser, compat.ENGINE)
-        for name in compat.SPECULATION:
-            kind = int if name == "spec_tokens" else str
-            parser.add_argument(flag(name), dest=name, type=kind, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+        add_foreign_flags(parser, vllm_arguments.ENGINE)
+        hidden: dict[str, Any] = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+        for name in SPECULATION:
+            parser.add_argument(flag(name), dest=name, type=int if name == "spec_tokens" else str, **hidden)
+        for name in RENAMED:
+            parser.add_argument(flag(name), dest=name, type=float, **hidden)
+        for name in POOLER:
+            parser.add_argument(flag(name), dest=name, type=json_object, **hidden)
 
 
 def add_config_flags(
@@ -72,28 +77,50 @@ def add_config_flags(
         groups[group].add_argument(*short, flag(field.name), **_argument_options(field, types[field.name], sizes))
 
 
-def add_neutral_flags(parser: argparse.ArgumentParser, neutral: compat.Neutral) -> None:
+def add_foreign_flags(parser: argparse.ArgumentParser, table: Mapping[str, ForeignArgument]) -> None:
     """vLLM's flags that quire lacks: hidden; accepted with a value that has no effect, otherwise refused by name."""
-    for name, values in neutral.items():
-        if flag(name) in parser._option_string_actions:  # the server has one of this name
+    known = parser._option_string_actions
+    for name, argument in table.items():
+        if flag(name) in known:  # the command has one of this name
             continue
-        is_switch = any(isinstance(value, bool) for value in values)
-        names = [flag(name), *([flag(f"no_{name}")] if is_switch else [])]
-        parser.add_argument(*names, dest=name, action=_Neutral, nargs=0 if is_switch else None, help=argparse.SUPPRESS)
+        names = [flag(name)]
+        if argument.kind == "switch":
+            names.append(flag(f"no_{name}"))
+        if argument.short and argument.short not in known:
+            names.append(argument.short)
+        counts: dict[str, int | str] = {"switch": 0, "list": "+"}
+        parser.add_argument(
+            *names,
+            dest=name,
+            action=_Foreign,
+            argument=argument,
+            nargs=counts.get(argument.kind),
+            help=argparse.SUPPRESS,
+        )
 
 
-class _Neutral(argparse.Action):
-    """Checks a value and drops it."""
+class _Foreign(argparse.Action):
+    """Checks a value and drops it; the namespace gets the flags that had no effect."""
 
-    def __init__(self, option_strings: list[str], dest: str, **options: Any) -> None:
+    def __init__(self, option_strings: list[str], dest: str, argument: ForeignArgument, **options: Any) -> None:
         super().__init__(option_strings, dest, **{**options, "default": argparse.SUPPRESS})
+        self._argument = argument
 
     def __call__(self, parser: Any, namespace: Any, text: Any, option: str | None = None) -> None:
-        value = not (option or "").startswith("--no-") if self.nargs == 0 else _plain(text)
         try:
-            compat.refuse({self.dest: value}, {**compat.ENGINE, **compat.SERVER}, ConfigError)
-        except ConfigError:
-            raise argparse.ArgumentError(None, f"{option} {text or ''}".strip() + " is not supported") from None
+            compat.check_argument(self._argument, self._value(text, option or ""), ConfigError)
+        except ConfigError as error:
+            raise argparse.ArgumentError(None, f"{option}: {error}") from None
+        namespace.without_effect = [*getattr(namespace, "without_effect", []), flag(self.dest)]
+
+    def _value(self, text: Any, option: str) -> Any:
+        match self._argument.kind:
+            case "switch":
+                return not option.startswith("--no-")
+            case "list":
+                values = [_plain(each) for each in text]
+                return values[0] if len(values) == 1 and isinstance(values[0], list) else values
+        return _plain(text)
 
 
 def _plain(text: str) -> Any:
@@ -118,6 +145,8 @@ def _argument_options(
         extra = "; may be given several times"
     elif field.metadata.get("choices"):
         options["choices"] = field.metadata["choices"]
+        if theirs := VALUES.get(field.name):
+            options["type"] = lambda text: theirs.get(text, text)
     elif field.name in sizes:
         options |= {"type": sizes[field.name], "metavar": "SIZE"}
     elif int in kinds:
@@ -142,8 +171,8 @@ def default_note(value: Any) -> str:
 
 def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
     """The fields given on the command line, as keywords for `LLM` or `EngineConfig`."""
-    names = [*(field.name for field in dataclasses.fields(EngineConfig)), *compat.SPECULATION]
-    settings = compat.with_speculation({name: getattr(args, name) for name in names if hasattr(args, name)})
+    names = [*(field.name for field in dataclasses.fields(EngineConfig)), *SPECULATION, *RENAMED, *POOLER]
+    settings = compat.translate({name: getattr(args, name) for name in names if hasattr(args, name)})
     named = getattr(args, "named_model", None)
     if named is not None:
         if settings.get("model", named) != named:
@@ -157,6 +186,7 @@ def add_common(parser: argparse.ArgumentParser, log_level: str = "warning", alwa
     group = parser.add_argument_group("reporting")
     group.add_argument(
         "--log-level",
+        type=as_log_level,
         choices=("debug", "info", "warning", "error"),
         default=log_level if always_set else argparse.SUPPRESS,
         help=f"log level on stderr; debug logs every step (default: {log_level})",

@@ -8,9 +8,10 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from quire.cli.admin_client import KEY, get
 from quire.cli.engine_flags import engine_settings, flag
 from quire.cli.parser import Parser
-from quire.errors import QuireError, ValidationError
+from quire.errors import ValidationError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -18,14 +19,8 @@ if TYPE_CHECKING:
     from quire.messages.memory_map import MemoryMap
 
 PATH = "/admin/memory"
-KEY = "QUIRE_ADMIN_KEY"
-ANSWER_SECONDS = 30.0
 LARGEST = 256 << 20
 """Bytes; a larger file is no snapshot."""
-
-
-class NoAnswerError(QuireError):
-    """The server does not answer, or refused."""
 
 
 def add_memory_flags(parser: Parser) -> None:
@@ -108,27 +103,10 @@ def _fetch_and_save(args: argparse.Namespace) -> MemoryMap:
 
 def fetch(url: str, key: str | None, replica: int | None = None) -> MemoryMap:
     """The memory map of a server, or of its engine `replica`."""
-    import httpx
-
-    from quire.cli.bench.load.client import error_message
     from quire.messages.memory_map import MemoryMap
 
-    base = url.rstrip("/").removesuffix("/v1")
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
-    try:
-        query = {} if replica is None else {"replica": replica}
-        answer = httpx.get(base + PATH, headers=headers, params=query, timeout=ANSWER_SECONDS)
-    except httpx.ConnectError as error:
-        raise NoAnswerError(f"nothing answers at {url}: {error}; is the server running?") from error
-    except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
-        raise NoAnswerError(f"{url}: {error or type(error).__name__}") from error
-    if answer.status_code == 404:
-        raise NoAnswerError(f"{url} has no {PATH}: start the server with --admin-key and give that key as --api-key")
-    if answer.status_code == 401:
-        raise NoAnswerError(f"{url}: {PATH} needs the server's --admin-key: give it as --api-key or in ${KEY}")
-    if answer.status_code != 200:
-        raise NoAnswerError(f"{url} answered {answer.status_code}: {error_message(answer.content)}")
-    return MemoryMap.from_json(answer.content, f"what {base}{PATH} sent")
+    query = {} if replica is None else {"replica": replica}
+    return MemoryMap.from_json(get(url, key, PATH, query), f"what {url}{PATH} sent")
 
 
 def _read(name: str) -> MemoryMap:

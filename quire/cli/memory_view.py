@@ -33,7 +33,7 @@ HOTTEST = 4
 
 def draw(found: MemoryMap, console: Console, where: str) -> RenderableType:
     """The whole view. `where`: the server or file that the map is from."""
-    parts = [_title(found, where), _tiers(found, console), *_cells(found, console), _summary(found)]
+    parts = [_title(found, where), draw_tiers(found, console), *_cells(found, console), _summary(found)]
     if found.groups:
         parts.append(_groups(found))
     parts += _owners(found, console)
@@ -52,8 +52,9 @@ def _title(found: MemoryMap, where: str) -> Text:
 # Tiers
 
 
-def _tiers(found: MemoryMap, console: Console) -> Table:
-    device, pressure, grid = found.device, found.pressure, _grid()
+def draw_tiers(found: MemoryMap, console: Console) -> Table:
+    """How full each tier is, a line each."""
+    device, pressure, grid = found.device, found.pressure, plain_grid()
     parts = {
         HELD: device.held, SHARED: device.shared, MOVING: device.moving, CACHED: device.cached, EMPTY: device.empty,
     }  # fmt: skip
@@ -126,7 +127,7 @@ def _nth(number: int) -> str:
 
 
 def _summary(found: MemoryMap) -> Table:
-    sharing, transfers, owners, grid = found.sharing, found.transfers, found.owners, _grid()
+    sharing, transfers, owners, grid = found.sharing, found.transfers, found.owners, plain_grid()
     saved = readable_bytes(sharing.saved * found.device.block_bytes)
     grid.add_row(
         "sharing",
@@ -150,7 +151,7 @@ def _summary(found: MemoryMap) -> Table:
 
 def _groups(found: MemoryMap) -> Table:
     """Blocks by cache group."""
-    grid = _listing("cache group", "layers", "held", "cached", "bytes", words=1)
+    grid = listing("cache group", "layers", "held", "cached", "bytes", words=1)
     for group in found.groups:
         name = {
             "full": "every token",
@@ -170,12 +171,12 @@ def _owners(found: MemoryMap, console: Console) -> list[RenderableType]:
     if not owners.largest:
         return []
     columns = ["by group"] if found.groups else []
-    grid = _listing("owner", "kind", "tenant", "tokens", "blocks", "shared", *columns, words=3)
+    grid = listing("owner", "kind", "tenant", "tokens", "blocks", "shared", *columns, words=3)
     for owner in owners.largest[:NAMED]:
         name = owner.name if not owner.session else f"{owner.name} (session {owner.session})"
         numbers = [str(owner.tokens), str(owner.blocks), str(owner.shared)]
         numbers += [" + ".join(map(str, owner.by_group))] if found.groups else []
-        grid.add_row(_printable(name, console), owner.kind, _printable(owner.tenant), *numbers)
+        grid.add_row(printable(name, console), owner.kind, printable(owner.tenant), *numbers)
     more = owners.running + owners.loading + owners.swapped + owners.sessions - len(owners.largest[:NAMED])
     return [Text(""), grid, *([Text(f"  and {more} more")] if more else [])]
 
@@ -189,10 +190,10 @@ def _sleeping(sleeping: Sleeping, console: Console) -> list[RenderableType]:
     )
     if not sleeping.latest:
         return [title]
-    grid = _listing("session", "tenant", "in", "tokens", "saved", words=3)
+    grid = listing("session", "tenant", "in", "tokens", "saved", words=3)
     for one in sleeping.latest[:NAMED]:
         grid.add_row(
-            _printable(one.name, console), _printable(one.tenant), one.place, str(one.tokens), str(one.kv_tokens)
+            printable(one.name, console), printable(one.tenant), one.place, str(one.tokens), str(one.kv_tokens)
         )
     return [title, grid]
 
@@ -207,7 +208,7 @@ def _experts(layers: Sequence[ExpertLoad]) -> list[RenderableType]:
         f" {len(layers[0].chosen)} in each of {len(layers)} layers; max / mean "
         f"{sum(loads) / len(loads):.2f} on average, {max(loads):.2f} at worst",
     )
-    grid = _listing("layer", "choices", "max / mean", f"hottest {HOTTEST}", words=0)
+    grid = listing("layer", "choices", "max / mean", f"hottest {HOTTEST}", words=0)
     uneven = sorted(layers, key=lambda load: -load.max_over_mean)[:NAMED]
     for load in sorted(uneven, key=lambda load: load.layer):
         hottest = "  ".join(f"{expert}: {100 * share:.1f}%" for expert, share in load.hottest(HOTTEST))
@@ -219,13 +220,14 @@ def _experts(layers: Sequence[ExpertLoad]) -> list[RenderableType]:
 # Tables
 
 
-def _grid() -> Table:
+def plain_grid() -> Table:
+    """A table of names and values."""
     grid = Table(box=None, show_header=False, padding=(0, 1), pad_edge=True)
     grid.add_column(style="bold", no_wrap=True, overflow="crop")
     return grid
 
 
-def _listing(*names: str, words: int) -> Table:
+def listing(*names: str, words: int) -> Table:
     """A table whose columns are numbers, except for the first `words`."""
     grid = Table(box=None, pad_edge=True, padding=(0, 1), header_style="bold")
     for i, name in enumerate(names):
@@ -233,7 +235,7 @@ def _listing(*names: str, words: int) -> Table:
     return grid
 
 
-def _printable(name: str, console: Console | None = None) -> Text:
+def printable(name: str, console: Console | None = None) -> Text:
     """A name that a user chose, without control characters. The end is kept: it may be the sequence number."""
     room = 16 if console is None else max(16, console.width - BESIDE_NAMES)
     clean = "".join(character if character.isprintable() else "?" for character in name)

@@ -64,6 +64,7 @@ ENVIRONMENT = """\
 | `QUIRE_CPU_KVCACHE_SPACE` | GiB of KV cache on a CPU, for all ranks and engines there; `kv_cache_memory_bytes` wins |
 | `HF_TOKEN`, `HF_HOME`, `HF_ENDPOINT`, `HF_HUB_OFFLINE` | as the Hugging Face libraries define them |
 | `QUIRE_API_KEY` | as `--api-key`; several separated by commas |
+| `VLLM_*` | read, refused or ignored by name: [from-vllm.md](from-vllm.md#environment) |
 | `QUIRE_ADMIN_KEY` | as `--api-key` of `quire inspect --url` |
 | `OMP_NUM_THREADS` | threads on a CPU |
 | `CUDA_VISIBLE_DEVICES` | visible GPUs; the first is used, or one per rank |

@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import secrets
 from typing import TYPE_CHECKING
 
-from quire.cli.engine_flags import add_common, add_config_flags, add_engine_flags, add_model, engine_settings
+from quire.api import vllm_arguments, vllm_environment
+from quire.cli.engine_flags import (
+    add_common,
+    add_config_flags,
+    add_engine_flags,
+    add_foreign_flags,
+    add_model,
+    engine_settings,
+)
 from quire.cli.interrupts import cancelled_by_interrupt
 from quire.cli.parser import Parser
 from quire.cli.terminal import say
@@ -22,8 +31,8 @@ if TYPE_CHECKING:
 
 WHAT = """\
 Run a file of requests in OpenAI's batch format: each line a JSON object with custom_id, method (POST), url and body.
-Responses are written as they arrive, one per line; an invalid line gets an error and does not stop the others.
-Run again with the same files to continue: only lines without a response are run."""
+Results are written in the order of the lines; a line that fails gets an error and does not stop the others. The exit
+code is 0 unless a line is no request. Run again with the same files to continue with lines that have no result."""
 EXAMPLES = """
   quire run-batch -i questions.jsonl -o answers.jsonl
   quire run-batch qwen3-0.6b -i in.jsonl -o out.jsonl --served-model-name my-model
@@ -48,11 +57,12 @@ def configure(parser: Parser) -> None:
     files.add_argument("-o", "--output-file", required=True, metavar="FILE", help="responses; - is standard output")
     files.add_argument("--overwrite", action="store_true", help="replace the output file instead of continuing it")
     files.add_argument(
-        "--max-concurrency", type=positive, metavar="N",
+        "--max-concurrency", "--max-inflight", type=positive, metavar="N",
         help="requests at once (default: twice the engine's max_num_seqs)",
     )  # fmt: skip
     add_config_flags(parser, ServerConfig, "server: ", {}, only=SERVER_SETTINGS)
     add_engine_flags(parser)
+    add_foreign_flags(parser, {**vllm_arguments.BATCH, **vllm_arguments.SERVER})
     add_common(parser)
 
 
@@ -72,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
         max_prompt_logprobs=NO_LIMIT,
         **given,
     )
-    engine = EngineConfig(**engine_settings(args))
+    engine = EngineConfig(**vllm_environment.read(os.environ).of(EngineConfig) | engine_settings(args))
     with BatchInput(args.input_file) as source, BatchOutput(args.output_file, args.overwrite) as output:
         say("loading the model …")
         llm = AsyncLLM.from_config(engine, spares_torch=True)
@@ -115,4 +125,7 @@ def _report(batch: BatchRunner, was_stopped: bool) -> int:
     if was_stopped:
         say("stopped; run the same command again to continue")
         return 130
-    return 1 if counters.failed else 0
+    if batch.invalid:
+        say(f"{batch.invalid} lines are no requests")
+        return 1
+    return 0

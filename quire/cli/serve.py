@@ -6,21 +6,23 @@ import argparse
 import dataclasses
 import json
 import logging
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quire.api import compat
+from quire.api import vllm_arguments, vllm_environment
 from quire.cli.engine_flags import (
     add_common,
     add_config_flags,
     add_engine_flags,
+    add_foreign_flags,
     add_model,
-    add_neutral_flags,
     engine_settings,
+    flag,
 )
 from quire.cli.parser import Parser
-from quire.cli.values import readable_bytes, size
+from quire.cli.values import as_log_level, readable_bytes, size
 from quire.config import EngineConfig
 from quire.errors import ConfigError
 from quire.server.config import ServerConfig
@@ -38,6 +40,7 @@ EXAMPLES = """
   quire serve --uds /run/quire.sock
 """
 LOG_LEVEL = "info"
+logger = logging.getLogger(__name__)
 SIZES = dict.fromkeys(("max_queued_tokens", "max_body_bytes", "max_open_body_bytes", "max_header_bytes"), size)
 
 
@@ -48,8 +51,22 @@ def configure(parser: Parser) -> None:
     parser.add_argument("--config", metavar="FILE", default=argparse.SUPPRESS, help="YAML file of flags")
     add_config_flags(parser, ServerConfig, "server: ", SIZES)
     add_engine_flags(parser)
-    add_neutral_flags(parser, compat.SERVER)
+    for theirs, ours in vllm_arguments.RENAMED_SERVER.items():
+        parser.add_argument(flag(theirs), dest=ours, type=size, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+    names = ("--disable-uvicorn-access-log", "--no-disable-uvicorn-access-log")
+    parser.add_argument(*names, dest="access_log", action=_Opposite, nargs=0, help=argparse.SUPPRESS)
+    add_foreign_flags(parser, vllm_arguments.SERVER)
     add_common(parser, LOG_LEVEL, always_set=False)
+
+
+class _Opposite(argparse.Action):
+    """A hidden switch that is the opposite of a setting."""
+
+    def __init__(self, option_strings: list[str], dest: str, **options: Any) -> None:
+        super().__init__(option_strings, dest, **{**options, "default": argparse.SUPPRESS})
+
+    def __call__(self, parser: Any, namespace: Any, text: Any, option: str | None = None) -> None:
+        setattr(namespace, self.dest, (option or "").startswith("--no-"))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -57,12 +74,24 @@ def run(args: argparse.Namespace) -> int:
     from quire.server.observability.logs import set_up
     from quire.server.serve import serve
 
-    if hasattr(args, "config"):
-        args = with_file(args, Path(args.config))
-    config = ServerConfig(**_settings(args))
-    set_up(config.log_format, getattr(args, "log_level", LOG_LEVEL))
+    args = with_file(args, Path(args.config)) if hasattr(args, "config") else args
+    environment = vllm_environment.read(os.environ)
+    engine, config = configurations(args, environment)
+    level = getattr(args, "log_level", None) or as_log_level(os.environ.get("VLLM_LOGGING_LEVEL") or LOG_LEVEL)
+    set_up(config.log_format, level)
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # the server logs these errors itself
-    return serve(EngineConfig(**engine_settings(args)), config, print_banner)
+    environment.report(logger)
+    if without_effect := getattr(args, "without_effect", []):
+        logger.info("flags of vLLM that have no effect here: %s", ", ".join(dict.fromkeys(without_effect)))
+    return serve(engine, config, print_banner)
+
+
+def configurations(
+    args: argparse.Namespace, environment: vllm_environment.Environment
+) -> tuple[EngineConfig, ServerConfig]:
+    """What flags and vLLM's variables say; flags override variables."""
+    config = ServerConfig(**environment.of(ServerConfig) | _settings(args))
+    return EngineConfig(**environment.of(EngineConfig) | engine_settings(args)), config
 
 
 def _settings(args: argparse.Namespace) -> dict[str, Any]:

@@ -50,6 +50,12 @@ def token_biases(text: str) -> dict[int, float]:
         raise argparse.ArgumentTypeError(f'{text!r}: keys must be token ids, as in {{"42": -5}}') from None
 
 
+def as_log_level(text: str) -> str:
+    """A level in any case, vLLM's names included."""
+    name = text.lower()
+    return {"trace": "debug", "warn": "warning", "critical": "error"}.get(name, name)
+
+
 def positive(text: str) -> int:
     """An integer of at least 1."""
     value = size(text)

@@ -67,13 +67,20 @@ class EngineCore:
         """File descriptors that wake a `step` which only waits for a grammar or the disk."""
         self._executor = executor
         self._lockstep = executor.lockstep or NoLockstep()
-        self._depth = pipeline_depth
+        self.pipeline_depth = pipeline_depth
+        """Steps in flight beside the one that is collected."""
         self._launched: deque[tuple[StepPlan, Any]] = deque()
         self._info = InfoLine(scheduler, is_on=log_stats)
         self._watchdog = Watchdog(step_timeout, self._abandon)
         self._alive = True
-        self._death = ""
+        self.death = ""
         """Why the engine is dead; empty while it is alive."""
+        self.has_lost_ranks = False
+        """Whether it is dead because of its ranks' processes: another engine can be made in this process."""
+
+    def wrap_executor(self, wrap: Callable[[Executor], Executor]) -> None:
+        """Put a layer between the loop and its executor, to watch steps. Only before the first step."""
+        self._executor = wrap(self._executor)
 
     # Requests
 
@@ -81,8 +88,8 @@ class EngineCore:
         """Take a request; raises if it could never fit."""
         if not self._alive:
             raise EngineDeadError(SHUT_DOWN)
-        if self._death:
-            raise EngineDeadError(self._death)
+        if self.death:
+            raise EngineDeadError(self.death)
         self.scheduler.add(request)
         if request.params.structured_outputs is not None:
             try:
@@ -90,6 +97,8 @@ class EngineCore:
             except BaseException:
                 self.scheduler.abort(request.id)
                 raise
+        if request.drawn:
+            self.scheduler.requests.finish_complete(request.id)
 
     def abort(self, request_id: str, reason: str = "abort") -> None:
         """End a request at any moment. Its blocks are free when this returns."""
@@ -123,7 +132,7 @@ class EngineCore:
 
     def _check_ranks(self) -> float | None:
         """Check whether a rank has died while the engine was idle; returns after how many seconds to check again."""
-        if self._death:
+        if self.death:
             return None
         try:
             return self._executor.check()
@@ -139,13 +148,18 @@ class EngineCore:
 
     def begin(self) -> None:
         """Launch a step if none is in flight, without waiting: the device works while more requests are added."""
-        if self._depth and not self._launched and not self._death and (plan := self.scheduler.schedule()) is not None:
+        if (
+            self.pipeline_depth
+            and not self._launched
+            and not self.death
+            and (plan := self.scheduler.schedule()) is not None
+        ):
             self._launch(plan)
 
     def step(self) -> StepOutputs:
         """Launch the next step, then collect the oldest one once more than `pipeline_depth` are in flight."""
-        if self._death and self.scheduler.unfinished:
-            raise EngineDeadError(self._death)
+        if self.death and self.scheduler.unfinished:
+            raise EngineDeadError(self.death)
         self.memory.tick()
         if self._grammars.is_active:
             self._admit_compiled()
@@ -156,7 +170,7 @@ class EngineCore:
             self._launch(plan)
         elif not self._join_round() and not self._launched:
             self._wait()
-        if self._launched and (plan is None or len(self._launched) > self._depth):
+        if self._launched and (plan is None or len(self._launched) > self.pipeline_depth):
             self._collect()
         self._info.tick()
         return self.scheduler.take_outputs()
@@ -299,10 +313,11 @@ class EngineCore:
         )
 
     def _mark_dead(self, reason: str, error: DeviceLostError) -> NoReturn:
-        self._death = reason
-        logger.error("%s", self._death)
+        self.death = reason
+        self.has_lost_ranks = isinstance(error, RankLostError)
+        logger.error("%s", self.death)
         self._watchdog.stop()
-        raise EngineDeadError(self._death) from error
+        raise EngineDeadError(self.death) from error
 
     def _abandon(self, plan: StepPlan) -> None:
         """In the watchdog's thread: log which step hangs, and make the loop stop waiting for it."""

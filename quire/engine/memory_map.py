@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from quire.engine.waiting import explain_waiting
 from quire.kvcache.block_pool import NULL_BLOCK, BlockPool
 from quire.kvcache.block_tables import BlockTables
 from quire.kvcache.offload.block_store import StoreStats
@@ -36,6 +37,7 @@ from quire.messages.memory_map import (
     Sleeping,
     SleepingSession,
     TransferCounts,
+    WaitingRequest,
 )
 from quire.messages.request import Request, RequestState
 from quire.scheduler.scheduler import Scheduler
@@ -75,7 +77,7 @@ def map_memory(scheduler: Scheduler, experts: Mapping[int, Sequence[int]], block
         blocks=cells[::stride].tobytes().decode("ascii"),
         stride=stride,
         sharing=_sharing(pool, held_by, [*saving, *loading]),
-        owners=_owners([owner for owner in owners if owner is not None], len(requests)),
+        owners=_owners([owner for owner in owners if owner is not None], len(requests), explain_waiting(scheduler)),
         transfers=TransferCounts(out=len(saving), back=len(loading), writes=0 if tiers is None else tiers.num_writes),
         pressure=_pressure(scheduler),
         host=None if tiers is None else _host(tiers),
@@ -191,7 +193,7 @@ def _num_shared(blocks: list[int], held_by: _Counts) -> int:
     return int((held_by[blocks] > 1).sum()) if blocks else 0
 
 
-def _owners(owners: list[Owner], num_requests: int) -> Owners:
+def _owners(owners: list[Owner], num_requests: int, queue: list[WaitingRequest]) -> Owners:
     kinds = Counter(owner.kind for owner in owners)
     return Owners(
         running=kinds["running"],
@@ -200,6 +202,7 @@ def _owners(owners: list[Owner], num_requests: int) -> Owners:
         sessions=kinds["session"],
         waiting=num_requests - kinds["running"] - kinds["loading"],
         largest=heapq.nlargest(MOST_NAMED, owners, key=lambda owner: owner.blocks),
+        queue=queue,
     )
 
 

@@ -197,9 +197,11 @@ def _make_default(
     from quire.distributed.lockstep import LockstepAddress
     from quire.engine.setup import make_engine
     from quire.scheduler.pacing import STREAM_STRETCH
+    from quire.sessions.quota import SERVED, SessionQuota
 
     address = LockstepAddress(*lockstep) if config.steps_together else None
-    return make_engine(config, files, model, STREAM_STRETCH, address, TENANT_GRAMMARS)
+    quota = SessionQuota.of(config, SERVED).share(lockstep[1])
+    return make_engine(config, files, model, STREAM_STRETCH, address, TENANT_GRAMMARS, quota)
 
 
 def _die(link: ipc.MessageLink, error: Exception) -> None:

@@ -182,6 +182,8 @@ class RemoteEngine:
             self._handle(payload)
 
     def _handle(self, payload: bytes) -> None:
+        if self.death:
+            return  # its requests may be at another engine by now
         try:
             message = ipc.decode_up(payload)
         except msgspec.MsgspecError as error:  # the call it answers is unknown and would wait forever

@@ -13,6 +13,7 @@ import msgspec
 from quire.errors import SessionBusyError
 from quire.sessions.keeper import KEEP, SessionInfo, SessionKeeper, SessionPage
 from quire.sessions.log import name_of, session_key
+from quire.sessions.log.state import SessionUse
 
 # `key`: the session's key in the store, see `session_key`.
 
@@ -82,7 +83,7 @@ class ListSessions(msgspec.Struct, tag=True):
     """Instead of a key: sessions created later than this, in seconds since the epoch."""
 
 
-class CountSessions(msgspec.Struct, tag=True):
+class GetSessionUse(msgspec.Struct, tag=True):
     owner: str
 
 
@@ -121,9 +122,16 @@ class ImportSession(msgspec.Struct, tag=True):
 
 SessionOp = Union[
     CreateSession, AppendTokens, RewriteSession, CutSession, ForkSession, GetSession, TouchSession, ReadTokens,
-    ListSessions, CountSessions, SuspendSession, UpdateSession, RecoverSession, DeleteSession, ExportSession,
+    ListSessions, GetSessionUse, SuspendSession, UpdateSession, RecoverSession, DeleteSession, ExportSession,
     ImportSession,
 ]  # fmt: skip
+
+
+REPEATABLE = (
+    RewriteSession, CutSession, GetSession, TouchSession, ReadTokens, ListSessions, SuspendSession,
+    UpdateSession, RecoverSession, ExportSession,
+)  # fmt: skip
+"""Operations that have the same result when they are done twice."""
 
 
 class SessionAnswer(msgspec.Struct, omit_defaults=True):
@@ -133,7 +141,7 @@ class SessionAnswer(msgspec.Struct, omit_defaults=True):
     page: SessionPage | None = None
     tokens: list[int] | None = None
     data: bytes | None = None
-    count: int | None = None
+    use: SessionUse | None = None
 
 
 Reply = Callable[[Union[SessionAnswer, Exception]], object]
@@ -205,8 +213,8 @@ def apply(keeper: SessionKeeper, op: SessionOp) -> SessionAnswer:
             if op.made_after is not None:
                 after = keeper.store.last_id_at(op.made_after, op.owner)
             return SessionAnswer(page=keeper.page(after, op.limit, op.owner))
-        case CountSessions():
-            return SessionAnswer(count=keeper.count(op.owner))
+        case GetSessionUse():
+            return SessionAnswer(use=keeper.use(op.owner))
         case SuspendSession():
             return SessionAnswer(keeper.suspend(op.key))
         case UpdateSession():

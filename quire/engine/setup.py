@@ -31,6 +31,7 @@ from quire.scheduler.policies.registry import make_policy
 from quire.scheduler.prefix_groups import PrefixGroups
 from quire.scheduler.scheduler import Scheduler
 from quire.sessions.keeper import SessionKeeper
+from quire.sessions.quota import SessionQuota
 from quire.speculative.registry import make_host_proposer
 from quire.speculative.resolve_draft import resolve_draft
 from quire.worker.sensitivity import resolve_auto
@@ -61,11 +62,13 @@ def make_engine(
     default_stretch: float = math.inf,
     lockstep: LockstepAddress | None = None,
     default_grammars: int | None = None,
+    quota: SessionQuota | None = None,
 ) -> tuple[EngineCore, EngineInfo]:
     """Load the model, size the cache, and assemble the loop.
 
     `default_stretch`, `default_grammars`: `max_step_stretch` and `max_tenant_grammars` if the configuration leaves them
-    unset. `lockstep`: this engine among those that share the experts.
+    unset. `lockstep`: this engine among those that share the experts. `quota`: what each tenant's sessions may use, if
+    not as configured.
     """
     begin = time.monotonic()
     backend = executor_backend(config)
@@ -83,7 +86,8 @@ def make_engine(
     tiers = make_tiers(config, fingerprint, tables, started.host_room)
 
     def keeper() -> SessionKeeper:
-        return make_sessions(config, model, fingerprint, tables, keys, tiers)
+        own = SessionQuota.of(config, SessionQuota()) if quota is None else quota
+        return make_sessions(config, model, fingerprint, tables, keys, tiers, longest, own)
 
     stages = config.pipeline_parallel_size
     depth = _pipeline_depth(config, platform)

@@ -115,10 +115,13 @@ def scheduler_metrics(scheduler: Scheduler, compiling: int, compile_times: Histo
         }
     if isinstance(sessions := scheduler.sessions, SessionKeeper):
         values |= {"sessions_slept": sessions.kv.suspended, "sessions_dropped": sessions.kv.dropped}
-        values |= {"sessions": len(sessions.store), "sessions_on_device": sessions.kv.num_on_device}
+        use = sessions.store.use()
+        values |= {"session_tokens": use.tokens, "session_bytes": use.bytes, "sessions_refused": sessions.refused}
+        values |= {"sessions": use.sessions, "sessions_on_device": sessions.kv.num_on_device}
     return [
         *(_metric(name, value) for name, value in values.items()),
-        _histogram("iteration_tokens_total", stats.step_tokens),
+        _histogram("iteration_tokens_total", stats.yielded_tokens),
+        _histogram("step_tokens", stats.step_tokens),
         _histogram("grammar_compile_seconds", compile_times),
         *(() if scheduler.drafting is None else draft_metrics(scheduler.drafting)),
     ]

@@ -21,12 +21,15 @@ from quire.quantization.find import on_load_identity
 from quire.sessions.keeper import SessionKeeper
 from quire.sessions.log import SessionStore
 from quire.sessions.pinned_blocks import PinnedBlocks
+from quire.sessions.quota import SessionQuota
 from quire.sessions.session_kv import SessionKV
 from quire.worker.building import DTYPES, resolve_kv_dtype
 from quire.worker.moves import HostTierInfo
 
 logger = logging.getLogger(__name__)
 
+CHUNKS_AT_START = 1024
+"""Chunks of 256 tokens whose blocks are pinned before the engine is ready."""
 LAYOUT = 1
 """Version of the layout of a block's bytes."""
 
@@ -85,7 +88,7 @@ def remove_scratch() -> None:
 
 def make_sessions(
     config: EngineConfig, model: ModelConfig, fingerprint: bytes, tables: BlockTables, keys: ContentKeys,
-    tiers: OffloadManager | None,
+    tiers: OffloadManager | None, max_model_len: int, quota: SessionQuota,
 ) -> SessionKeeper:  # fmt: skip
     """Sessions in the folder of the disk tier; without one, in a temporary folder: they end with the engine."""
     blocks = None if tiers is None else tiers.store
@@ -100,11 +103,11 @@ def make_sessions(
     pinned = (
         None if blocks is None else PinnedBlocks(store, blocks, keys, fingerprint, tables if tables.others else None)
     )
-    if pinned is not None:
-        pinned.pin_all()
-        logger.info("%d sessions in %s", len(store), store.folder)
     kv = SessionKV(tables, keys, store, fingerprint, tiers, pinned)
+    if pinned is not None:
+        kv.pin_loaded(CHUNKS_AT_START)  # the others when the engine is idle, and a few each second when it is not
+        logger.info("%d sessions in %s", len(store), store.folder)
     return SessionKeeper(
         store, kv, tiers, config.session_idle_seconds, token_fingerprint=tokens_fingerprint(model),
-        vocab_size=model.vocab_size, scratch=scratch,
+        vocab_size=model.vocab_size, max_model_len=max_model_len, quota=quota, scratch=scratch,
     )  # fmt: skip

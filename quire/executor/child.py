@@ -174,7 +174,7 @@ class ChildLink:
 
 def ignore_signals() -> None:
     """Ctrl-C reaches every process of the terminal, and a service's stop all its processes: the parent decides."""
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
 
 

@@ -13,9 +13,18 @@ from typing import Any
 
 from blake3 import blake3
 
-from quire.errors import CheckpointError, ModelNotFoundError, QuireError, UnsupportedModelError, ValidationError
+from quire.config import EngineConfig
+from quire.errors import (
+    CheckpointError,
+    ConfigError,
+    ModelNotFoundError,
+    QuireError,
+    UnsupportedModelError,
+    ValidationError,
+)
 from quire.loading.config_fields import DTYPES, check_fields
 from quire.loading.files import ModelFiles, read_json
+from quire.messages.sampling import FROM_GENERATION_CONFIG, SamplingParams
 
 
 @dataclass(frozen=True)
@@ -409,10 +418,27 @@ def checkpoint_kv_dtype(files: ModelFiles, model: ModelConfig) -> str | None:
     return None
 
 
-def read_generation_config(files: ModelFiles) -> dict[str, Any]:
-    """The author's sampling defaults (generation_config.json); empty if there is none."""
-    path = files.file("generation_config.json")
-    return {} if path is None else read_json(path)
+def read_generation_config(files: ModelFiles, config: EngineConfig) -> dict[str, Any]:
+    """The author's sampling defaults (generation_config.json), unless disabled, under those that override them."""
+    path = files.file("generation_config.json") if config.generation_config == "auto" else None
+    return {**({} if path is None else read_json(path)), **_overrides(config.override_generation_config)}
+
+
+def _overrides(given: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """`override_generation_config`; raises for a key or value that is no sampling default."""
+    if given is None:
+        return {}
+    name, known = "override_generation_config", (*FROM_GENERATION_CONFIG, "max_new_tokens", "eos_token_id")
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"{name} must map sampling parameters to values, got {given!r}", name, given)
+    if unknown := [key for key in given if key not in known]:
+        raise ConfigError(f"{name} takes {', '.join(known)}; got {unknown[0]!r}", name, given)
+    fields = {key: value for key, value in given.items() if key in FROM_GENERATION_CONFIG}
+    try:
+        SamplingParams(**fields, max_tokens=given.get("max_new_tokens"))
+    except ValidationError as error:
+        raise ConfigError(f"{name}: {error}", name, given) from None
+    return given
 
 
 def weights_fingerprint(files: ModelFiles, model: ModelConfig, load_format: str, seed: int) -> bytes:

@@ -90,6 +90,25 @@ class Owner(msgspec.Struct, frozen=True, kw_only=True):
     """Blocks on the device by cache group, if the model has several."""
 
 
+WaitReason = Literal["grammar", "quarantine", "draws", "share", "rows", "blocks", "memory", "budget", "order"]
+
+
+class WaitingRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A request without a row, and why it has none."""
+
+    name: str
+    tenant: str = ""
+    tokens: int
+    preemptions: int
+    seconds: float
+    """Since it arrived."""
+    reason: WaitReason
+    """Its grammar is compiled; requests run one at a time after a failed step; its last draws are not collected; its
+    tenant has its share; rows, blocks, bytes or the tokens of a step are used up; or others come first."""
+    detail: str
+    """The reason with its numbers."""
+
+
 class Owners(msgspec.Struct, frozen=True, kw_only=True):
     """Numbers of owners, and the largest ones by name."""
 
@@ -100,6 +119,8 @@ class Owners(msgspec.Struct, frozen=True, kw_only=True):
     waiting: int
     """Requests without blocks on the device, the swapped ones included."""
     largest: list[Owner]
+    queue: list[WaitingRequest] = []
+    """The first of the waiting requests, in the order in which they are admitted."""
 
 
 class TransferCounts(msgspec.Struct, frozen=True, kw_only=True):

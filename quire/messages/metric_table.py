@@ -27,6 +27,8 @@ LATENCY_BOUNDS = (
 )  # fmt: skip
 """Seconds."""
 SEQUENCE_BOUNDS = (1, 2, 5, 10, 20)
+PREEMPTION_BOUNDS = (1, 2, 3, 4, 5, 10, 20)
+"""The first is of requests that were preempted once or not at all."""
 HTTP_BOUNDS = (0.1, 0.5, 1.0)
 """Seconds."""
 HTTP_FINE_BOUNDS = (
@@ -81,7 +83,12 @@ ENGINE_METRICS = (
     _counter("prefix_cache_queries", "Tokens of admitted requests that were looked up in the prefix cache"),
     _counter("prefix_cache_hits", "Tokens of admitted requests that were found in the prefix cache"),
     _counter("num_preemptions", "Preemptions: a running sequence lost its row because blocks ran out"),
-    _histogram("iteration_tokens_total", "Tokens computed in each step", STEP_TOKEN_BOUNDS),
+    _histogram(
+        "iteration_tokens_total",
+        "Tokens generated in each step with outputs, and of prompts that got their first one, cached ones left out",
+        STEP_TOKEN_BOUNDS,
+    ),
+    _histogram("step_tokens", "Tokens computed in each step", STEP_TOKEN_BOUNDS, is_ours=True),
     _counter("steps", "Steps of the engine's loop", is_ours=True),
     _gauge(
         "kv_cache_waste",
@@ -132,6 +139,9 @@ ENGINE_METRICS = (
     _counter("step_budget_raised", "Times steps were made larger again", is_ours=True),
     _counter("memory_trims", "Times unused heap and idle grammars were given back", is_ours=True),
     _gauge("sessions", "Sessions that exist", is_ours=True),
+    _gauge("session_tokens", "Tokens of all sessions, those of forks counted in full", is_ours=True),
+    _gauge("session_bytes", "Bytes of all sessions in the session log, forks counted in full", is_ours=True),
+    _counter("sessions_refused", "Operations refused because a tenant's sessions use all they may", is_ours=True),
     _gauge("sessions_on_device", "Sessions with a running turn or with blocks on the device", is_ours=True),
     _counter("sessions_slept", "Times a session was suspended from the device", is_ours=True),
     _counter("sessions_dropped", "Times a session lost its device blocks because blocks ran out", is_ours=True),
@@ -229,8 +239,17 @@ ROUTER_METRICS = (
 SERVER_METRICS = (
     _gauge("cache_config_info", "1; the labels describe the KV cache"),
     _gauge("engine_up", "Whether the engine accepts requests: 1 or 0", is_ours=True),
-    _counter("engine_restarts", "Engine restarts after a crash", is_ours=True),
+    _counter("engine_restarts", "Engine restarts after a crash; reloads do not count", is_ours=True),
+    _counter(
+        "requests_resumed", "Requests that went on at another engine after theirs died or was replaced", is_ours=True
+    ),
     _counter("requests_rejected", "Requests answered with 429, by the limit they reached", "reason", is_ours=True),
+    _counter(
+        "request_fields_ignored",
+        "Requests with a field that had no effect, by its name; names beyond the first 64 count as other",
+        "field",
+        is_ours=True,
+    ),
     _counter("tool_call_parser_invocations", "Answers parsed for tool calls", "mode", "outcome", "request_type"),
     _counter("http_responses", "HTTP responses by exact status", "handler", "method", "status", is_ours=True),
     _counter("http_requests", "HTTP responses by class of status", "handler", "method", "status", is_bare=True),
@@ -274,6 +293,7 @@ REQUEST_METRICS = (
     ),
     _histogram("request_generation_tokens", "Tokens generated for a request, over all its sequences", BY_MODEL_LENGTH),
     _histogram("request_max_num_generation_tokens", "Tokens of a request's longest sequence", BY_MODEL_LENGTH),
+    _histogram("request_num_preemptions", "Times a request's sequences were preempted", PREEMPTION_BOUNDS),
     _histogram("request_params_n", "Sequences (n) of a request", SEQUENCE_BOUNDS),
     _histogram("request_params_max_tokens", "max_tokens of a request", BY_MODEL_LENGTH),
 )

@@ -61,6 +61,9 @@ class NewRequest(msgspec.Struct):
     """Set: the request is a beam search. `params` then says what its rows report; the search decides when it ends."""
     session: str = ""
     """The session this request is a turn of: the session keeps what the request computes."""
+    drawn: list[list[int] | None] = []
+    """Set for a request that goes on after its engine died: the output tokens that each sequence has; None: the
+    sequence has ended."""
 
     @property
     def num_sequences(self) -> int:
@@ -74,6 +77,15 @@ class NewRequest(msgspec.Struct):
         is_structured = self.params.structured_outputs is not None
         eos = self.eos_ids if is_structured or not self.params.ignore_eos else []
         return list(dict.fromkeys([*eos, *(self.params.stop_token_ids or [])]))
+
+    @property
+    def open_sequences(self) -> list[int]:
+        """Numbers of the sequences that have not ended."""
+        return [i for i in range(self.num_sequences) if not self.drawn or self.drawn[i] is not None]
+
+    def stop_reason(self, token: int) -> int | None:
+        """The stop reason of a sequence that this token ended: none for EOS."""
+        return None if token in self.eos_ids and not self.params.ignore_eos else token
 
 
 class Request:
@@ -91,7 +103,7 @@ class Request:
         self.index = index
         self.key = (source.id, index)
         self.prompt = source.prompt
-        self.output: list[int] = []
+        self.output: list[int] = list(source.drawn[index] or ()) if source.drawn else []
         self.keys = list(source.keys)
         """Content keys of the full blocks of known tokens, as far as they have been needed."""
         self.arrival_order = arrival_order

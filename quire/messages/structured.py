@@ -14,7 +14,8 @@ from quire.messages.grammar_syntax import check_grammar, plain_regex
 KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 MAX_CHARACTERS = 1 << 18
 """A longer schema, pattern, list or grammar is refused before it is parsed."""
-MAX_AFTER = 256
+MAX_AFTER, MAX_TEXTS = 256, 8
+"""Characters of a text of `after` or `opening`, and such texts."""
 
 
 class StructuredOutputsParams(msgspec.Struct, omit_defaults=True, frozen=True):
@@ -37,10 +38,13 @@ class StructuredOutputsParams(msgspec.Struct, omit_defaults=True, frozen=True):
     whitespace_pattern: str | None = None
     """Refused: grammars do not support it."""
     structural_tag: str | dict[str, Any] | None = None
-    after: str | None = None
-    """The form applies after this text in the output (`</think>`); what comes before it is free."""
+    after: str | list[str] | None = None
+    """The form applies after this text in the output, or the first of these (`</think>`); what comes before is free."""
     is_checked: bool = False
     """Set once the form is checked: the engine's process does not check it again."""
+    opening: list[str] | None = None
+    """With `after`: only an output that begins with one of these texts (`<think>`) has a free part. Any other has the
+    form from its first token, as have all if the form can begin with such a text."""
 
     def __post_init__(self) -> None:
         given = [name for name in KINDS if getattr(self, name) is not None]
@@ -61,8 +65,20 @@ class StructuredOutputsParams(msgspec.Struct, omit_defaults=True, frozen=True):
                 "structured_outputs.whitespace_pattern",
                 self.whitespace_pattern,
             )
-        if self.after is not None:
-            _check_text("after", self.after, MAX_AFTER)
+        self._check_free_part()
+
+    def _check_free_part(self) -> None:
+        for name in ("after", "opening"):
+            value = getattr(self, name)
+            if value is None:
+                continue
+            texts = [value] if isinstance(value, str) and name == "after" else value
+            if not isinstance(texts, list) or not 0 < len(texts) <= MAX_TEXTS:
+                raise _invalid(name, f"a list of 1 to {MAX_TEXTS} texts", value)
+            for text in texts:
+                _check_text(name, text, MAX_AFTER)
+        if self.opening is not None and self.after is None:
+            raise _invalid("opening", "left out where there is no after", self.opening)
 
     @property
     def kind(self) -> str:

@@ -7,12 +7,12 @@ from collections.abc import Iterable, Iterator
 
 from quire.messages.histogram import Histogram
 from quire.messages.metric_table import GAP_BOUNDS
-from quire.messages.outputs import Key, Logprob, Output, StepOutputs
+from quire.messages.outputs import Finished, Key, Logprob, Output, StepOutputs
 from quire.messages.plan import PromptLogprobs, TokenLogprobs
 from quire.messages.request import NewRequest
 from quire.messages.sampling import RequestOutputKind
 from quire.output.detokenizer import Vocabulary
-from quire.output.tracked import TrackedPooling, TrackedRequest, TrackedSearch, TrackedSequence
+from quire.output.tracked import TrackedPooling, TrackedRelay, TrackedRequest, TrackedSearch, TrackedSequence
 
 
 class TokenTimes:
@@ -62,14 +62,36 @@ class OutputProcessor:
         else:
             self._open[request.id] = TrackedRequest(request, prompt, self.vocabulary)
 
-    def begin_again(self, request_id: str) -> TrackedRequest:
-        """The request is computed again: forget its outputs so far, but not when it arrived."""
-        before = self._open[request_id]
-        self.add(before.request, before.prompt)
-        tracked = self._open[request_id]
-        tracked.sink = before.sink
-        tracked.metrics.arrival_time, tracked.metrics.queued_ts = before.metrics.arrival_time, before.metrics.queued_ts
-        return tracked
+    def add_relayed(self, request: NewRequest) -> None:
+        """Start tracking a request of another front process, which makes its outputs."""
+        self._open[request.id] = TrackedRelay(request)
+
+    def finish_at(self, key: Key, at: int, stop_reason: str) -> Output | None:
+        """End a sequence after its first `at` tokens; returns the request's last output if all have ended."""
+        tracked = self._open.get(key[0])
+        if tracked is None or tracked.sequences[key[1]].finish_reason is not None:
+            return None
+        del tracked.sequences[key[1]].tokens[at:]
+        self._close(tracked, tracked.sequences[key[1]], "stop", stop_reason)
+        return self._next_output(tracked, time.monotonic()) if tracked.open == 0 else None
+
+    def continued(self, request_id: str) -> NewRequest:
+        """The request as an engine gets it that goes on where another left it: with the tokens it has."""
+        return self._open[request_id].continued()
+
+    def num_tokens(self, request_id: str) -> int:
+        """Output tokens of an open request so far, over all its sequences."""
+        return sum(len(sequence.tokens) for sequence in self._open[request_id].sequences)
+
+    def open_requests(self) -> list[NewRequest]:
+        """All open requests, in the order in which they came."""
+        return [tracked.request for tracked in self._open.values()]
+
+    def ends(self, request_id: str, reason: str, message: str | None = None) -> StepOutputs:
+        """The end of an open request, as an engine would report it that ended all its sequences now."""
+        sequences = self._open[request_id].sequences
+        keys = [(request_id, one.index) for one in sequences if one.finish_reason is None]
+        return StepOutputs(finished=[Finished(key, reason, message=message) for key in keys])
 
     def tracked(self, request_id: str) -> TrackedRequest:
         """An open request and its outputs so far."""
@@ -91,8 +113,9 @@ class OutputProcessor:
         gaps: dict[tuple[float, int], int] = {}
         """Sequences by the time of their previous token and the number of new ones: mostly all have the same."""
         for started in outputs.started:
-            if (tracked := self._open.get(started.key[0])) is not None and started.key[1] == 0:
-                tracked.num_cached = started.num_cached
+            tracked = self._open.get(started.key[0])
+            if tracked is not None and tracked.num_cached is None and started.key[1] == 0:
+                tracked.num_cached = started.num_cached  # not that of an engine where the request goes on
                 tracked.metrics.scheduled_ts = started.at
         for key in outputs.preempted:
             if (tracked := self._open.get(key[0])) is not None:
@@ -171,9 +194,9 @@ class OutputProcessor:
         """The request's output after this step; None if it has none before the end."""
         if tracked.open == 0:
             del self._open[tracked.request.id]
-            if tracked.is_plain:
+            if tracked.is_plain and not tracked.is_relayed:
                 self._note_plain(tracked, now)
-        elif tracked.request.params.output_kind is RequestOutputKind.FINAL_ONLY:
+        elif tracked.is_relayed or tracked.request.params.output_kind is RequestOutputKind.FINAL_ONLY:
             return None
         return tracked.view()
 

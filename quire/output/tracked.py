@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import Protocol
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -154,6 +155,9 @@ class TrackedSequence:
 class TrackedRequest:
     """A request whose outputs are gathered."""
 
+    is_relayed = False
+    """Whether another front process makes its outputs."""
+
     def __init__(self, request: NewRequest, prompt: str | None, vocabulary: Vocabulary | None) -> None:
         self.request = request
         self.prompt = prompt
@@ -182,6 +186,17 @@ class TrackedRequest:
         metrics.last_token_ts = now
         metrics.num_generation_tokens += count
 
+    def continued(self) -> NewRequest:
+        """The request with the tokens it has, for an engine that goes on from there."""
+        request = self.request
+        drawn = [None if one.finish_reason is not None else list(one.tokens) for one in self.sequences]
+        if not any(tokens is None or tokens for tokens in drawn):
+            return msgspec.structs.replace(request, drawn=[[]]) if request.session else request
+        if request.params.prompt_logprobs is None:
+            return msgspec.structs.replace(request, drawn=drawn)
+        params = msgspec.structs.replace(request.params, prompt_logprobs=None)  # they came before the first token
+        return msgspec.structs.replace(request, drawn=drawn, params=params, reads_cache=True)
+
     def _take_prompt_logprobs(self, once: bool) -> list[dict[int, Logprob] | None] | None:
         """The prompt's logprobs so far; with `once`, only at the first call."""
         taken = self.prompt_logprobs
@@ -203,6 +218,19 @@ class TrackedRequest:
             num_cached_tokens=self.num_cached,
             error=self.error,
         )
+
+
+class TrackedRelay(TrackedRequest):
+    """A request of another front process: only its tokens are gathered, so that it can go on at another engine."""
+
+    is_relayed = True
+
+    def __init__(self, request: NewRequest) -> None:
+        super().__init__(request, None, None)
+        self.is_plain = True
+        self.prompt_logprobs = None
+        for sequence in self.sequences:
+            sequence.logprobs = None
 
 
 class TrackedPooling(TrackedRequest):

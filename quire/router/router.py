@@ -48,6 +48,8 @@ class Router:
         self._clock = clock
         self._group_speed: Rate | None = None
         self._replicas: dict[str, ReplicaState] = {}
+        self._closed: set[str] = set()
+        """Replicas that get no new requests."""
 
     # Replicas
 
@@ -67,10 +69,19 @@ class Router:
     def remove(self, name: str) -> None:
         """Remove a replica that is down: send nothing to it any more, and end its open requests."""
         replica = self._replicas.pop(name, None)
+        self._closed.discard(name)
         if replica is not None:
             for opened in replica.load.requests:
                 opened.is_over = True
             self._share_index()
+
+    def close(self, name: str) -> None:
+        """Choose the replica for no further request; its open ones go on."""
+        self._closed.add(name)
+
+    def reopen(self, name: str) -> None:
+        """The replica may be chosen again."""
+        self._closed.discard(name)
 
     @property
     def alive(self) -> list[str]:
@@ -96,6 +107,8 @@ class Router:
         now, cost_at = self._clock(), self._policy.cost
         best, lowest = None, math.inf
         for replica in self._replicas.values():
+            if replica.name in self._closed:
+                continue
             cost = cost_at(request, replica, now)
             if best is None or cost < lowest:
                 best, lowest = replica, cost

@@ -112,17 +112,39 @@ class RequestTable:
             )
         self.sharing.accept(source)
         saved = self.sessions.begin(source) if source.session else 0
-        first, *others = (Request(source, index, self.arrivals, saved) for index in range(source.num_sequences))
+        sequences = [Request(source, index, self.arrivals, saved) for index in source.open_sequences]
         self.arrivals += 1
+        first, *others = sequences
         if source.beams is not None:
-            self.searches[source.id] = BeamSearch(source, source.beams, [first, *others])
-        else:
+            self.searches[source.id] = BeamSearch(source, source.beams, sequences)
+        elif not source.drawn:
             first.siblings = others
+        waiting = sequences if source.drawn else [first]  # sequences that differ cannot fork from the first
         if source.params.structured_outputs is not None:
-            first.move(RequestState.COMPILING)
+            for request in waiting:
+                request.move(RequestState.COMPILING)
         else:
-            self.policy.add(first)  # before the table changes: a user's policy that raises leaves no request behind
-        self._sequences[source.id] = [first, *others]
+            self._queue(waiting)  # before the table changes: a user's policy that raises leaves no request behind
+        self._sequences[source.id] = sequences
+
+    def _queue(self, requests: Sequence[Request]) -> None:
+        """All of these wait for a row, or none if the policy raises."""
+        for count, request in enumerate(requests):
+            try:
+                self.policy.add(request)
+            except BaseException:
+                for queued in requests[:count]:
+                    self.policy.remove(queued)
+                raise
+
+    def finish_complete(self, request_id: str) -> None:
+        """A request that goes on: end its sequences that have all their tokens, whose end was never reported."""
+        for request in self.sequences(request_id):
+            source, last = request.source, request.output[-1:]
+            if last and last[0] in source.stop_ids:
+                self.finish(request, "stop", source.stop_reason(last[0]))
+            elif request.known >= source.limit:
+                self.finish(request, "length")
 
     def end_compiling(self, request_id: str) -> None:
         """The request's grammar is compiled, or its late mask has come: the request waits for a row."""
@@ -156,6 +178,7 @@ class RequestTable:
         if request.first_scheduled is None:
             request.first_scheduled = now
             self._outputs.started.append(Started(request.key, now, cached))
+            self.stats.begin_prompt(request.key, request.known - cached)
 
     def grow(self, request: Request, tokens: int) -> list[int]:
         """Allocate the blocks the request lacks to hold `tokens` tokens; returns them."""
@@ -460,6 +483,7 @@ class RequestTable:
         self.swapper.unpin(request)
         request.move(RequestState.FINISHED)
         request.in_flight = 0
+        self.stats.end_prompts((request,))
         for child in request.take_siblings():  # this sequence will not compute the prompt for them
             self.policy.add(child)
         sequences = self._sequences[request.id]

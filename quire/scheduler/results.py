@@ -124,10 +124,7 @@ class ResultCollector:
         self._requests.finish(request, "error", message=message, error=error)
 
     def _end(self, request: Request, token: int, stopped: bool) -> None:
-        source = request.source
         if not stopped:
             self._requests.finish(request, "length", is_seen=True)
-        elif token in source.eos_ids and not source.params.ignore_eos:
-            self._requests.finish(request, "stop", is_seen=True)
         else:
-            self._requests.finish(request, "stop", token, is_seen=True)
+            self._requests.finish(request, "stop", request.source.stop_reason(token), is_seen=True)

@@ -360,7 +360,9 @@ class Scheduler:
         self._swapper.collect(step, result.moves_done, self._clock())
         self._quarantine.release(step.draws)
         self._drafting.collected(step, result, self._clock())
+        prompts, generated = self.stats.end_prompts(step.prompts_drawn), self.stats.generated_tokens
         self._collector.apply(step, result)
+        self.stats.note_results(prompts + self.stats.generated_tokens - generated)
 
     # When a step fails
 
@@ -401,6 +403,11 @@ class Scheduler:
                 self._preemptor.preempt(builder, other)
             self._admission.admit_one(builder, request, self._budget, alone=True)
         return self._launch(builder, np.empty(0, np.int64))
+
+    @property
+    def quarantined(self) -> Request | None:
+        """The request that runs alone now, after a failed step."""
+        return self._quarantine.first
 
     @property
     def budget(self) -> int:

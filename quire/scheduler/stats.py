@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -9,7 +10,9 @@ from numpy.typing import NDArray
 
 from quire.messages.histogram import Histogram
 from quire.messages.metric_table import STEP_TOKEN_BOUNDS
+from quire.messages.outputs import Key
 from quire.messages.plan import MAX_WIDTH, StepPlan
+from quire.messages.request import Request
 
 if TYPE_CHECKING:
     from quire.scheduler.preemption import MemoryPressure
@@ -59,7 +62,12 @@ class SchedulerStats:
         self.drafts = DraftStats()
         self.steps = 0
         self.step_tokens = Histogram(STEP_TOKEN_BOUNDS)
-        """Tokens of each step."""
+        """Tokens computed in each step."""
+        self.yielded_tokens = Histogram(STEP_TOKEN_BOUNDS)
+        """Of each step with outputs: tokens generated, and of prompts that got their first token or their vector,
+        whichever steps computed them. vLLM's iteration tokens."""
+        self._prompts: dict[Key, int] = {}
+        """Prompts that had no output yet: tokens that were not cached."""
         self.prompt_tokens = 0
         """Known tokens computed (prompts and recomputation)."""
         self.generated_tokens = 0
@@ -104,6 +112,19 @@ class SchedulerStats:
         self.unused_slots += int((rows.capacity - rows.computed).sum()) - _counted_twice(requests)
         self.row_steps += rows.used
         self._last = (plan, builder, pool.used, pool.free, pressure)
+
+    def begin_prompt(self, key: Key, computed: int) -> None:
+        """A sequence is computed for the first time, so many tokens of its prompt."""
+        self._prompts[key] = computed
+
+    def end_prompts(self, drawn: Iterable[Request]) -> int:
+        """Requests have ended, or had their first draw; returns how many tokens were computed for it."""
+        return sum(self._prompts.pop(request.key, 0) for request in drawn) if self._prompts else 0
+
+    def note_results(self, tokens: int) -> None:
+        """A step has yielded so many tokens, those of prompts with their first output included."""
+        if tokens:
+            self.yielded_tokens.add(tokens)
 
     def describe_step(self) -> str:
         """The last step in one readable line."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -132,6 +133,13 @@ class InFlightStep:
     """Its duration includes copies between tiers."""
     published: list[int] = field(default_factory=list)
     """Blocks that entered the prefix cache before they are written."""
+    ready: list[Request] = field(default_factory=list)
+    """Requests among the decodes that have just got their row: all their tokens but the last were computed."""
+
+    @property
+    def prompts_drawn(self) -> Iterator[Request]:
+        """Requests that have drawn for the first time since they have their row."""
+        return chain(self.ready, self.draws[self.num_decodes :])
 
     def width_of(self, draw: int) -> int:
         """Tokens that a draw may yield."""
@@ -236,6 +244,7 @@ class PlanWriter:
         return plan, InFlightStep(
             plan.step, requests, draws, targets, rows.epoch[targets], len(decodes), widths, num_drafts,
             builder.proposals, has_beams, len(tokens), self._clock(), builder.awaits_moves, builder.published,
+            builder.ready,
         )  # fmt: skip
 
     def _rewound(self, decodes: NDArray[np.int64]) -> list[tuple[int, int]]:

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import Sequence
 from importlib import import_module
+from typing import Any
 
 from starlette.exceptions import HTTPException
+from starlette.middleware.base import BaseHTTPMiddleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route as StarletteRoute
-from starlette.routing import Router, get_route_path
+from starlette.routing import Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from quire.errors import ConfigError
+from quire.registry import resolve
 from quire.server.auth import tenant_of
+from quire.server.config import ServerConfig
 from quire.server.context import ServerContext
 from quire.server.errors import ApiError, as_api_error, in_client_terms
 from quire.server.http import ClientDisconnectedError, Exchange
@@ -28,6 +34,8 @@ ROUTE_MODULES = [
 LONGEST_PATH = 100
 """Characters of an unknown path that its 404 repeats."""
 
+OPENAPI = "/openapi.json"
+
 EXCHANGE = "quire.exchange"
 """Key of the ASGI scope that holds the `Exchange`."""
 
@@ -41,17 +49,30 @@ def make_app(context: ServerContext) -> ASGIApp:
         app = CORSMiddleware(
             app,
             allow_origins=list(context.config.allowed_origins),
-            allow_methods=["*"],
-            allow_headers=["*"],
-            expose_headers=["X-Request-Id", "Retry-After"],
+            allow_methods=list(context.config.allowed_methods),
+            allow_headers=list(context.config.allowed_headers),
+            allow_credentials=context.config.allow_credentials,
+            expose_headers=["X-Request-Id", "Retry-After", "X-Quire-Ignored"],
         )
+    for made in find_middleware(context.config):
+        app = made(app) if isinstance(made, type) else BaseHTTPMiddleware(app, dispatch=made)
     return app
 
 
 def routes_of(context: ServerContext) -> list[Route]:
     """Every route of a server."""
     names = [*ROUTE_MODULES, "admin"] if context.admin_keys else ROUTE_MODULES
-    return [route for name in names for route in import_module(f"quire.server.routes.{name}").ROUTES]
+    routes = [route for name in names for route in import_module(f"quire.server.routes.{name}").ROUTES]
+    return [route for route in routes if not (context.config.disable_fastapi_docs and route.path == OPENAPI)]
+
+
+def find_middleware(config: ServerConfig) -> list[Any]:
+    """The user's middleware: classes, and async functions (request, call_next)."""
+    found = [resolve("middleware", path.replace(":", "."), {}) for path in config.middleware]
+    for path, made in zip(config.middleware, found, strict=True):
+        if not (isinstance(made, type) or inspect.iscoroutinefunction(made)):
+            raise ConfigError(f"middleware {path} is neither a class nor an async function", "middleware", path)
+    return found
 
 
 class App:
@@ -59,6 +80,8 @@ class App:
 
     def __init__(self, context: ServerContext, routes: Sequence[Route]) -> None:
         self._context = context
+        self._root = context.config.root_path
+        self._first_parts = {_first_part(route.path) for route in routes}
         self._public = {route.path for route in routes if route.is_public}
         self._styles = {route.path: route.error_style for route in routes if route.error_style is not None}
         self._router = Router(
@@ -74,14 +97,23 @@ class App:
         if scope["type"] != "http":
             return
         context = self._context
+        self._strip_root(scope)
         exchange = Exchange(scope, receive, send, context.limits)
         scope[EXCHANGE] = exchange
-        if (style := self._styles.get(get_route_path(scope))) is not None:
+        if (style := self._styles.get(scope["path"])) is not None:
             exchange.error_body, exchange.error_event = style.body, style.event
         scope["app"] = self  # makes the router raise for a wrong method
         context.exchanges.add(exchange)
         with context.observer.http_request(exchange):
             await self._answer(exchange, receive, send)
+
+    def _strip_root(self, scope: Scope) -> None:
+        """Make the path that of a route, whether it came with the prefix or without: keys, routes and logs see one."""
+        scope["root_path"] = ""
+        rest = scope["path"].removeprefix(self._root)
+        if self._root and rest != scope["path"] and rest.startswith("/") and _first_part(rest) in self._first_parts:
+            scope["path"] = rest
+            scope["raw_path"] = rest.encode()
 
     async def _answer(self, exchange: Exchange, receive: Receive, send: Send) -> None:
         context, scope = self._context, exchange.scope
@@ -106,7 +138,7 @@ class App:
         context = self._context
         if context.config.enable_request_id_headers:
             exchange.extra_headers.append((b"x-request-id", exchange.id.encode()))
-        path = get_route_path(exchange.scope)
+        path = exchange.scope["path"]
         if path in self._public:
             return
         if path.startswith(ADMIN) and context.admin_keys:
@@ -136,6 +168,10 @@ class Endpoint:
         scope[ROUTE] = self._route.path
         handler = self._context.hub_handler if self._route.is_hubs else None
         await (handler or self._route.handler)(self._context, scope[EXCHANGE])
+
+
+def _first_part(path: str) -> str:
+    return path.split("/", 2)[1]
 
 
 async def _no_such_route(scope: Scope, receive: Receive, send: Send) -> None:

@@ -36,8 +36,12 @@ from quire.server.generation import (
     send_directly,
 )
 from quire.server.http import EventStream, Exchange
-from quire.server.protocol.chat import ChatRequest, NamedTool
+from quire.server.protocol.chat import ChatRequest
+from quire.server.protocol.conversation import NamedTool
 from quire.server.protocol.sampling import beam_search_params, sampling_params
+
+THINKING_VARIABLES = ("enable_thinking", "thinking")
+"""Names that chat templates have for the switch between reasoning and not."""
 
 
 @dataclass(slots=True)
@@ -173,14 +177,20 @@ def is_long(request: ChatRequest) -> bool:
 
 
 def prepare(
-    context: ServerContext, exchange: Exchange, request: ChatRequest, session: SessionPrompt | None = None
+    context: ServerContext,
+    exchange: Exchange,
+    request: ChatRequest,
+    session: SessionPrompt | None = None,
+    is_limit_soft: bool = False,
 ) -> ChatGeneration:
     """Check a chat request and render its messages to a prompt, in `Exchange.work`; `session`: the prompt, if it is a
-    session's turn."""
+    session's turn; `is_limit_soft`: the answer may end at the model's length, below the limit of the request."""
     context.check_serving()
     context.check_model(request.model)
     request.check_fields()
     exchange.set_request_id(request.request_id)
+    for index, message in enumerate(request.messages):
+        message.check_parts(exchange.fields, f"messages[{index}]")
     plan = tool_plan(context, request)
     limit, field_name = request.token_limit
     logprobs = _logprobs(context, request)
@@ -188,10 +198,15 @@ def prepare(
         request, context.sampling_defaults, context.max_new_tokens if limit is None else limit, logprobs
     )
     text, tokens = render(context, request) if session is None else (session.text, session.tokens)
+    if is_limit_soft and limit is not None and limit <= context.max_model_len:
+        params.max_tokens = limit = max(1, min(limit, context.max_model_len - len(tokens)))
     if params.truncate_prompt_tokens is None:
         context.check_length(len(tokens), limit, field_name)
     make_reader, split = _reader_factory(context, plan, text)
-    _constrain(request, params, plan, split, text)
+    _constrain(request, params, plan)
+    if params.structured_outputs is not None and split is not None and params.structured_outputs.after is None:
+        switches = template_kwargs(context, request)
+        params.structured_outputs = split.after_thinking(params.structured_outputs, text, switches)
     search = beam_search_params(request, limit or max(1, context.max_model_len - len(tokens)))
     if search is not None and params.structured_outputs is not None:
         raise bad_request("a tool_choice that requires calls is not supported with use_beam_search", "tool_choice")
@@ -200,13 +215,12 @@ def prepare(
         params.skip_special_tokens = False
     if split is not None and params.output_kind is RequestOutputKind.FINAL_ONLY:
         params.output_kind = RequestOutputKind.DELTA  # to find the token at which reasoning ends
-    keeps_reasoning = request.include_reasoning is not False
     turn = requested_session(exchange, request, search) if session is None else session.turn
     return ChatGeneration(
         context=context,
         exchange=exchange,
         job=GenerationJob(tokens, params, text, request.priority or 0, request.cache_salt, search, turn),
-        choices=[GeneratedChoice(reader, plan, keeps_reasoning) for reader in readers],
+        choices=[GeneratedChoice(reader, plan, request.keeps_reasoning) for reader in readers],
         splits_reasoning=split is not None,
         is_streamed=bool(request.stream),
     )
@@ -285,10 +299,10 @@ def _without_nulls(tool: dict[str, Any]) -> dict[str, Any]:
 def template_kwargs(context: ServerContext, request: ChatRequest) -> dict[str, Any]:
     """Variables of the chat template: the server's defaults, overridden by the request's."""
     given: dict[str, Any] = {}
-    if request.reasoning_effort is not None:
-        given["reasoning_effort"] = request.reasoning_effort
-        if request.reasoning_effort == "none":
-            given["enable_thinking"] = False
+    if request.effort is not None:
+        given["reasoning_effort"] = request.effort
+    if request.thinks is not None:
+        given |= dict.fromkeys(THINKING_VARIABLES, request.thinks)
     return {**(context.config.default_chat_template_kwargs or {}), **given, **(request.chat_template_kwargs or {})}
 
 
@@ -314,17 +328,13 @@ def _reader_factory(context: ServerContext, plan: ToolPlan, prompt: str) -> tupl
     return make_reader, split
 
 
-def _constrain(
-    request: ChatRequest, params: SamplingParams, plan: ToolPlan, split: type[ThinkSplit] | None, prompt: str
-) -> None:
-    """Constrain the answer to the request's own structured output, or to the tool calls it requires."""
+def _constrain(request: ChatRequest, params: SamplingParams, plan: ToolPlan) -> None:
+    """Constrain the answer to the tool calls that the request requires, or else to its own structured output: that is
+    the form of an answer in text, and a required call leaves no room for one."""
     wanted = plan.constraint()
     if wanted is not None:
-        if params.structured_outputs is not None:
+        if plan.named is not None and request.structured_outputs is not None:
             raise bad_request(
-                "a tool_choice that requires calls cannot be combined with structured outputs: send one of them"
+                "a tool_choice that names a tool cannot be combined with structured_outputs: send one of them"
             )
         params.structured_outputs = wanted
-    if params.structured_outputs is not None and split is not None and split.opens(prompt):
-        # The answer begins inside the reasoning, which is not constrained.
-        params.structured_outputs = msgspec.structs.replace(params.structured_outputs, after=split.closing)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from quire.config import option
 from quire.errors import ConfigError
@@ -27,18 +29,44 @@ class ServerConfig:
         1, "Front processes that share the port; each reads requests and writes streams; 0: one for every four cores",
         "listening",
     )  # fmt: skip
-    root_path: str = option("", "Path prefix under which a proxy exposes the server", "listening")
+    root_path: str = option(
+        "", "Path prefix under which a proxy exposes the server; paths are served with it and without", "listening"
+    )
     ssl_certfile: str | None = option(None, "TLS certificate (PEM); enables https", "listening")
     ssl_keyfile: str | None = option(None, "The certificate's private key, if in a separate file", "listening")
     ssl_ca_certs: str | None = option(
         None, "CA certificates (PEM) for client certificates; if set, every client must present one", "listening"
     )
-    allowed_origins: tuple[str, ...] = option(
-        (), "Origins that browsers may call the server from (CORS); * is all; unset: none", "listening", many=True
+    ssl_cert_reqs: int | None = option(
+        None,
+        "Whether clients present a certificate: 0 no, 1 may, 2 must; unset: 2 with ssl_ca_certs, else 0",
+        "listening",
     )
+    ssl_ciphers: str | None = option(None, "Ciphers of TLS 1.2 and below, as OpenSSL lists them", "listening")
+    enable_ssl_refresh: bool = option(False, "Read certificate and key again when their files change", "listening")
+    allowed_origins: tuple[str, ...] = option(
+        (),
+        "Origins that browsers may call the server from (CORS), also as a JSON list; * is all; unset: none",
+        "listening",
+        many=True,
+    )
+    allowed_methods: tuple[str, ...] = option(("*",), "Methods that these browsers may use", "listening", many=True)
+    allowed_headers: tuple[str, ...] = option(("*",), "Headers that these browsers may send", "listening", many=True)
+    allow_credentials: bool = option(False, "Whether these browsers may send cookies", "listening")
+    middleware: tuple[str, ...] = option(
+        (),
+        "Dotted paths of ASGI middleware around the server, the last outermost: a class, or an async function "
+        "(request, call_next)",
+        "listening",
+        many=True,
+    )
+    disable_fastapi_docs: bool = option(False, "Do not serve /openapi.json", "listening")
 
     api_key: tuple[str, ...] = option(
-        (), "A key for every route but /health; unset: QUIRE_API_KEY (several: comma-separated)", "access", many=True
+        (),
+        "A key for every route but /health; unset: QUIRE_API_KEY (several: comma-separated), else VLLM_API_KEY (one)",
+        "access",
+        many=True,
     )
     admin_key: str | None = option(None, "The key of the /admin routes, which exist only if it is set", "access")
 
@@ -59,6 +87,9 @@ class ServerConfig:
     )
     exclude_tools_when_tool_choice_none: bool = option(
         False, "Leave tools out of the prompt if tool_choice is none", "answers"
+    )
+    strict_fields: bool = option(
+        False, "Refuse unknown fields of requests with a 400, instead of naming them in X-Quire-Ignored", "answers"
     )
     trust_request_chat_template: bool = option(False, "Accept chat templates in requests", "answers")
     default_chat_template_kwargs: Mapping[str, Any] | None = option(
@@ -116,17 +147,24 @@ class ServerConfig:
         360.0, "Seconds without a completed step, while there is work, after which the engine is restarted; 0: never",
         "limits",
     )  # fmt: skip
+    reload_timeout: float = option(
+        30.0,
+        "Seconds that running requests have to finish at an engine that is replaced on SIGHUP or by /admin/reload; "
+        "then they go on at another, or at the new one",
+        "limits",
+    )
     shutdown_timeout: float = option(
         30.0, "Seconds that running requests have to finish after SIGTERM or Ctrl-C; a second signal stops at once",
         "limits",
     )  # fmt: skip
 
     log_format: str = option("text", "Format of log lines", "observability", choices=LOG_FORMATS)
+    access_log: bool = option(True, "Log a line for each HTTP request", "observability")
     enable_log_requests: bool = option(
         False, "Also log prompts and sampling parameters; otherwise prompts are never logged", "observability"
     )
     vllm_metric_names: bool = option(
-        False, "Also show metrics under vLLM's names (vllm:), for dashboards and alerts made for it", "observability"
+        True, "Also show metrics under vLLM's names (vllm:), for dashboards and alerts made for it", "observability"
     )
     otlp_traces_endpoint: str | None = option(
         None, "Send a span for each request to this OTLP/HTTP endpoint; needs the extra `traces`", "observability"
@@ -141,8 +179,12 @@ class ServerConfig:
             if field.metadata.get("many"):
                 value = getattr(self, field.name)
                 object.__setattr__(self, field.name, (value,) if isinstance(value, str) else tuple(value))
+        for name in ("allowed_origins", "allowed_methods", "allowed_headers"):
+            object.__setattr__(self, name, tuple(_flat(name, getattr(self, name))))
         if not self.api_key and (keys := os.environ.get("QUIRE_API_KEY")):
             object.__setattr__(self, "api_key", tuple(key.strip() for key in keys.split(",")))
+        elif not self.api_key and (key := os.environ.get("VLLM_API_KEY")):  # one key, which may contain commas
+            object.__setattr__(self, "api_key", (key,))
         self._check_numbers()
         self._check_access()
 
@@ -158,7 +200,8 @@ class ServerConfig:
         if self.port > LARGEST_PORT:
             raise ConfigError(f"port is at most {LARGEST_PORT}, got {self.port}", "port", self.port)
         for name in (
-            "request_timeout", "stall_timeout", "shutdown_timeout", "engine_stall_seconds", "engine_hang_timeout",
+            "request_timeout", "stall_timeout", "shutdown_timeout", "reload_timeout", "engine_stall_seconds",
+            "engine_hang_timeout",
         ):  # fmt: skip
             value = getattr(self, name)
             if value is None:
@@ -178,7 +221,38 @@ class ServerConfig:
             raise ConfigError(
                 "admin_key is also an api_key, which would give every user admin rights: choose another", "admin_key"
             )
-        if self.ssl_certfile is None and (self.ssl_keyfile or self.ssl_ca_certs):
-            raise ConfigError("ssl_keyfile and ssl_ca_certs need ssl_certfile", "ssl_certfile")
         if self.root_path and not self.root_path.startswith("/"):
             raise ConfigError(f"root_path must begin with /, got {self.root_path!r}", "root_path", self.root_path)
+        object.__setattr__(self, "root_path", self.root_path.rstrip("/"))
+        self._check_tls()
+
+    def _check_tls(self) -> None:
+        for name in ("ssl_keyfile", "ssl_ca_certs", "ssl_ciphers", "ssl_cert_reqs", "enable_ssl_refresh"):
+            if getattr(self, name) and self.ssl_certfile is None:
+                raise ConfigError(f"{name} needs ssl_certfile", "ssl_certfile")
+        required = self.ssl_cert_reqs
+        if required not in (None, 0, 1, 2) or isinstance(required, bool):
+            raise ConfigError(f"ssl_cert_reqs must be 0, 1 or 2, got {required!r}", "ssl_cert_reqs", required)
+        if required and self.ssl_ca_certs is None:
+            raise ConfigError(
+                f"ssl_cert_reqs is {required}, but without ssl_ca_certs no client's certificate can be checked",
+                "ssl_cert_reqs",
+                required,
+            )
+
+    @property
+    def client_certificates(self) -> int:
+        """`ssl_cert_reqs`, or its default."""
+        return (2 if self.ssl_ca_certs else 0) if self.ssl_cert_reqs is None else self.ssl_cert_reqs
+
+
+def _flat(name: str, values: tuple[str, ...]) -> Iterator[str]:
+    """Values of which some are JSON lists, as vLLM's flags have them."""
+    for value in values:
+        if not value.startswith("["):
+            yield value
+            continue
+        try:
+            yield from msgspec.json.decode(value, type=list[str])
+        except msgspec.MsgspecError as error:
+            raise ConfigError(f"{name}: {value!r} is not a JSON list of strings: {error}", name, value) from None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import logging
 import time
 from typing import Any
 
@@ -37,6 +38,8 @@ from quire.server.observability.observer import HttpListener, Observer
 from quire.server.observability.tracing import make_traces
 from quire.server.routing import Handler
 from quire.server.tool_prompts import ToolPrompts
+
+logger = logging.getLogger(__name__)
 
 QUEUED_CACHE_SIZES = 8
 """Default of max_queued_tokens, in sizes of the KV cache."""
@@ -81,8 +84,9 @@ class ServerContext:
         self.bodies = OpenBodies(most_bytes, counts)
         most_values = config.max_body_values or max(BODY_VALUES, 2 * info.max_model_len)
         self.limits = RequestLimits(
-            config.max_body_bytes, config.stall_timeout, self.bodies, JsonLimits(most_values, BODY_DEPTH), llm.work
-        )
+            config.max_body_bytes, config.stall_timeout, self.bodies, JsonLimits(most_values, BODY_DEPTH), llm.work,
+            config.strict_fields,
+        )  # fmt: skip
         """Of each request."""
         if self.tokenizer is not None:
             longest_token(self.tokenizer)  # computed before requests come: it takes a while
@@ -100,19 +104,20 @@ class ServerContext:
         )  # fmt: skip
         endpoint = config.otlp_traces_endpoint
         self._traces = None if endpoint is None else make_traces(endpoint, self.names[0])
-        http: list[HttpListener] = [self.metrics, AccessLog()]
+        http: list[HttpListener] = [self.metrics, *([AccessLog()] if config.access_log else [])]
         self.observer = Observer(
             self.metrics,
             *([RequestLog()] if config.enable_log_requests else []),
             http=http if self._traces is None else [*http, self._traces],
         )
-        generation = read_generation_config(info.files) if llm.config.generation_config == "auto" else {}
+        generation = read_generation_config(info.files, llm.config)
         self.sampling_defaults = {
             name: value for name in FROM_GENERATION_CONFIG if (value := generation.get(name)) is not None
         }
         self.max_new_tokens: int | None = generation.get("max_new_tokens") or None
         """The model's own limit on generated tokens, for requests without one."""
         self._stall_check: asyncio.Task[None] | None = None
+        self._reloading: asyncio.Task[None] | None = None
 
     # Start and stop
 
@@ -123,8 +128,9 @@ class ServerContext:
 
     async def stop(self) -> None:
         """Stop supervision and send remaining traces, which can take seconds. The engine keeps running."""
-        if self._stall_check is not None:
-            self._stall_check.cancel()
+        for task in (self._stall_check, self._reloading):
+            if task is not None:
+                task.cancel()
         await self.supervisor.stop()
         if self._traces is not None:
             await asyncio.to_thread(self._traces.shutdown)
@@ -138,6 +144,25 @@ class ServerContext:
         for exchange in list(self.exchanges):
             exchange.interrupt(unavailable("the server is shutting down; the request was interrupted"))
         await asyncio.sleep(0)
+
+    def reload(self) -> asyncio.Task[None]:
+        """Replace the engines by new ones, one replica after the other, without losing a request. A call during a
+        reload joins it."""
+        if self._reloading is None or self._reloading.done():
+            self._reloading = asyncio.ensure_future(self._reload())
+            self._reloading.add_done_callback(lambda task: task.cancelled() or task.exception())  # it is logged
+        return self._reloading
+
+    async def _reload(self) -> None:
+        begin, before = time.monotonic(), self.llm.num_resumed
+        logger.info("reloading: requests have %g seconds to finish at their engine", self.config.reload_timeout)
+        try:
+            await self.llm.reload(self.config.reload_timeout)
+        except Exception as error:  # the supervisor tries again
+            logger.error("the reload failed: %s", error)
+            raise
+        moved = self.llm.num_resumed - before
+        logger.info("reloaded in %.1f s; %d requests went on at another engine", time.monotonic() - begin, moved)
 
     async def _disconnect_stalled(self) -> None:
         while True:
@@ -160,9 +185,14 @@ class ServerContext:
         return self.supervisor.retry_after
 
     def check_serving(self) -> None:
-        """Raise 503 unless a request can be accepted now."""
+        """Raise 503 unless a request can be accepted now; it may have to wait for an engine that is restarted."""
         if self.is_draining:
             raise ApiError(503, "the server is shutting down", headers={"Retry-After": "5", "Connection": "close"})
+        if not self.llm.is_hopeful:
+            self.check_engine()
+
+    def check_engine(self) -> None:
+        """Raise 503 unless an engine is running."""
         if not self.supervisor.is_serving:
             raise unavailable(f"the engine is not running: {self.supervisor.status}", self.retry_after)
 

@@ -20,6 +20,7 @@ from quire.errors import (
     SessionExistsError,
     SessionLostError,
     SessionNotFoundError,
+    SessionQuotaError,
     StoreError,
     StoreFullError,
     ValidationError,
@@ -57,6 +58,7 @@ SESSION_ERRORS: tuple[tuple[type[QuireError], int], ...] = (
     (SessionExistsError, 409),
     (SessionBusyError, 409),
     (SessionLostError, 410),
+    (SessionQuotaError, 429),
     (StoreFullError, 507),
     (StoreError, 503),
 )

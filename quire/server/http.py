@@ -11,7 +11,6 @@ which cleans up in its own `finally` blocks.
 from __future__ import annotations
 
 import asyncio
-import functools
 import re
 import time
 import uuid
@@ -24,8 +23,9 @@ from starlette.datastructures import Headers, QueryParams
 from starlette.types import Message, Receive, Scope, Send
 
 from quire.messages.json_limits import check_json
-from quire.server.errors import ApiError, as_decode_error, bad_request, error_json
+from quire.server.errors import ApiError, bad_request, error_json
 from quire.server.limits import RequestLimits
+from quire.server.protocol.fields import FieldReader
 
 T = TypeVar("T")
 
@@ -52,9 +52,6 @@ _timeout = getattr(asyncio, "timeout", None)
 """Since Python 3.11. Unlike `wait_for` it needs no task, which would cost every request a pass of the event loop."""
 _SECONDS = re.compile(r"\d{1,9}(\.\d{1,9})?")
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
-
-_LARGEST_WHOLE = 2**53
-"""Up to here every integer is exactly representable as a float."""
 
 HeaderList = list[tuple[bytes, bytes]]
 
@@ -93,6 +90,8 @@ class Exchange:
         """Set when the key is checked."""
         self.extra_headers: HeaderList = []
         """Sent with every response."""
+        self.fields = FieldReader(limits.strict_fields)
+        """Reads the body, and knows which of its fields had no effect."""
         self.client_names: Mapping[str, str] = {}
         """Maps internal field names to those of the client's body."""
         self.error_body: Callable[[ApiError], bytes] = error_json
@@ -143,7 +142,7 @@ class Exchange:
 
     def _decode(self, data: bytes, kind: type[T]) -> T:
         check_json(data, self._limits.json, "the body")
-        body = decode(data, kind)
+        body = self.fields.decode(data, kind)
         if len(data) > SMALL_BODY and (check := getattr(body, "check_sizes", None)) is not None:
             check()
         return body
@@ -257,7 +256,8 @@ class Exchange:
         self.is_started = True
         self.status = status
         self.sending_since = time.monotonic()  # a previous response on this connection may still be in the send buffer
-        await self._send({"type": "http.response.start", "status": status, "headers": [*headers, *self.extra_headers]})
+        every = [*headers, *self.extra_headers, *self.fields.headers]
+        await self._send({"type": "http.response.start", "status": status, "headers": every})
         self.sending_since = 0.0
 
     async def send_body(self, data: bytes, more: bool) -> None:
@@ -376,40 +376,3 @@ class EventTemplate:
 def named_event(name: str, event: Any) -> bytes:
     """An encoded event with a name."""
     return b"event: " + name.encode() + b"\ndata: " + encode(event) + b"\n\n"
-
-
-@functools.lru_cache(maxsize=64)
-def _decoder(kind: Any) -> msgspec.json.Decoder[Any]:
-    return msgspec.json.Decoder(kind)
-
-
-def decode(data: bytes, kind: type[T]) -> T:
-    """Decode JSON into a struct; raises 400 naming the field. `kind.hints`: what to use instead of refused fields."""
-    hints: Mapping[str, str] = getattr(kind, "hints", {})
-    try:
-        decoder: msgspec.json.Decoder[T] = _decoder(kind)  # type: ignore[arg-type]
-        try:
-            return decoder.decode(data)
-        except msgspec.ValidationError as error:
-            if not any(text in str(error) for text in ("got `float`", "unknown field")):
-                raise
-            plain = _whole_numbers(msgspec.json.decode(data))
-            return msgspec.convert(_without_nulls(plain, hints), kind, str_keys=True)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ValueError) as error:
-        raise as_decode_error(error, hints) from None
-
-
-def _without_nulls(body: Any, refused: Mapping[str, str]) -> Any:
-    """The body without refused fields that are null, which have no effect."""
-    if not isinstance(body, dict):
-        return body
-    return {name: value for name, value in body.items() if value is not None or name not in refused}
-
-
-def _whole_numbers(value: Any) -> Any:
-    """Convert 1.0 to 1: JSON does not distinguish them, and some languages write integers as floats."""
-    if isinstance(value, float) and value.is_integer() and abs(value) < _LARGEST_WHOLE:
-        return int(value)
-    if isinstance(value, dict):
-        return {name: _whole_numbers(item) for name, item in value.items()}
-    return [_whole_numbers(item) for item in value] if isinstance(value, list) else value

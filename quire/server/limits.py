@@ -33,6 +33,8 @@ class RequestLimits:
     bodies: OpenBodies
     json: JsonLimits
     work: WorkPool
+    strict_fields: bool = False
+    """Whether fields that nothing reads are refused."""
 
 
 class OpenBodies:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import UnionType
 from typing import Any, Union, get_args, get_origin
 
@@ -13,6 +13,7 @@ import msgspec
 from quire.server.context import ServerContext
 from quire.server.errors import ErrorBody, phrase
 from quire.server.protocol.common import Body
+from quire.server.protocol.fields import BOOLEAN_TEXT, INTEGER_TEXT, NUMBER_TEXT
 from quire.server.protocol.messages import ANTHROPIC_BLOCKS
 from quire.server.protocol.responses import INPUT_ITEMS
 from quire.server.protocol.values import SESSION_NAME
@@ -22,6 +23,11 @@ REFERENCES = "#/components/schemas/{name}"
 NESTED_OBJECTS = {"$input_items": INPUT_ITEMS, "$content_blocks": ANTHROPIC_BLOCKS}
 """Objects in a body that its route decodes itself, by the placeholders that fields use for them."""
 _PARAMETER = re.compile(r"\{(\w+)(?::\w+)?\}")
+_AS_TEXT: dict[str, dict[str, Any]] = {
+    "integer": {"type": ["integer", "string"], "pattern": INTEGER_TEXT},
+    "number": {"type": ["number", "string"], "pattern": NUMBER_TEXT},
+    "boolean": {"type": ["boolean", "string", "integer"], "pattern": BOOLEAN_TEXT, "minimum": 0, "maximum": 1},
+}
 _SOME_TEXT = {"type": "string", "minLength": 1}
 _PATH_SCHEMAS = {"session": {"type": "string", "pattern": SESSION_NAME}}
 
@@ -40,6 +46,7 @@ def document(context: ServerContext, routes: Sequence[Route]) -> bytes:
     for kind in kinds:
         if isinstance(kind, type) and issubclass(kind, Body):
             _list_neutral_values(kind, components[by_kind[kind]["$ref"].rpartition("/")[2]])
+    _describe_rule(components, context.config.strict_fields)
     components = _fill_in(components, _server_values(context, by_kind))
     paths: dict[str, dict[str, Any]] = {}
     for route in routes:
@@ -55,6 +62,37 @@ def document(context: ServerContext, routes: Sequence[Route]) -> bytes:
             "components": {"schemas": components, "securitySchemes": schemes},
         }
     )
+
+
+def _describe_rule(components: dict[str, Any], is_strict: bool) -> None:
+    """Describe the rule for fields: what request bodies accept beyond the types of their structs."""
+    for kind in _subclasses(Body):
+        if (described := components.get(kind.__name__)) is None:
+            continue
+        if not is_strict:
+            described.pop("additionalProperties", None)
+        for name, given in described["properties"].items():
+            _widen(given)
+            if name not in described.get("required", ()) and given.get("type") not in (None, "null"):
+                described["properties"][name] = {"anyOf": [given, {"type": "null"}]}
+            elif given.get("type") == "null":
+                described["properties"][name] = {"enum": [None, "", [], {}], "default": None}
+
+
+def _subclasses(kind: type[Body]) -> Iterator[type[Body]]:
+    for each in kind.__subclasses__():
+        yield each
+        yield from _subclasses(each)
+
+
+def _widen(schema: Any) -> None:
+    """Numbers and booleans may be text."""
+    if isinstance(schema, list):
+        for inner in schema:
+            _widen(inner)
+    elif isinstance(schema, dict):
+        _widen(list(schema.values()))
+        schema.update(_AS_TEXT.get(str(schema.get("type")), {}))
 
 
 def _list_neutral_values(kind: type[Body], schema: dict[str, Any]) -> None:

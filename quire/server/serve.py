@@ -19,7 +19,7 @@ from quire.api.async_llm import AsyncLLM
 from quire.config import EngineConfig
 from quire.errors import ConfigError
 from quire.resource_limits import raise_descriptor_limit
-from quire.server.app import make_app
+from quire.server.app import find_middleware, make_app
 from quire.server.config import ServerConfig
 from quire.server.context import ServerContext
 from quire.server.fronts.hub import Fronts, NoFronts, make_fronts
@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 BACKLOG = 2048
 KEEP_ALIVE_SECONDS = 75
 """Idle connections are closed after this; longer than clients keep theirs, so that clients close first."""
+TLS_CIPHERS = "TLSv1"
+"""OpenSSL's list of usual ciphers of TLS 1.2 and below; uvicorn's default."""
 FLUSH_SECONDS = 2
 """Time that interrupted responses get to leave the socket."""
 
@@ -39,6 +41,7 @@ def serve(
 ) -> int:
     """Run a server until a signal stops it. `on_ready` is called with it and its address when it accepts requests."""
     raise_descriptor_limit()
+    find_middleware(config)  # refuses a wrong one before the model is loaded
     with listening(config) as (sock, url):
         llm = AsyncLLM.from_config(engine, spares_torch=True)
         try:
@@ -75,10 +78,11 @@ async def run(
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, http.on_signal)
+    loop.add_signal_handler(signal.SIGHUP, lambda: None if context.is_draining else context.reload())
     try:
         await http.serve_on(sock, lambda: on_ready(context, url) if on_ready is not None else None)
     finally:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             loop.remove_signal_handler(number)
         await fronts.stop()
         await context.stop()
@@ -101,14 +105,14 @@ class HttpServer(uvicorn.Server):
                 access_log=False,
                 server_header=False,
                 proxy_headers=False,
-                root_path=config.root_path,
                 backlog=BACKLOG,
                 timeout_keep_alive=KEEP_ALIVE_SECONDS,
                 timeout_graceful_shutdown=FLUSH_SECONDS,
                 ssl_certfile=config.ssl_certfile,
                 ssl_keyfile=config.ssl_keyfile,
                 ssl_ca_certs=config.ssl_ca_certs,
-                ssl_cert_reqs=2 if config.ssl_ca_certs else 0,
+                ssl_cert_reqs=config.client_certificates,
+                ssl_ciphers=config.ssl_ciphers or TLS_CIPHERS,
             )
         )
         self.config.max_header_bytes = config.max_header_bytes  # type: ignore[attr-defined]
@@ -146,10 +150,45 @@ class HttpServer(uvicorn.Server):
 
     async def main_loop(self) -> None:
         """Wait for the stop event, updating the Date header. uvicorn's own loop polls ten times a second."""
+        certificate = CertificateFiles(self.config) if self._settings.enable_ssl_refresh else None
         while not self._stopping.is_set():
             await self.on_tick(0)
+            if certificate is not None:
+                certificate.refresh()
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), 1.0)
+
+
+class CertificateFiles:
+    """The files of the server's TLS certificate, read again when they change."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        self._config = config
+        self._seen = self._times()
+
+    def _times(self) -> list[int]:
+        names = (self._config.ssl_certfile, self._config.ssl_keyfile, self._config.ssl_ca_certs)
+        return [os.stat(name).st_mtime_ns for name in names if name is not None]
+
+    def refresh(self) -> None:
+        """Load files that changed since the last call; new connections use them. Files that do not load are logged, and
+        tried again when they change once more."""
+        config = self._config
+        try:
+            now = self._times()
+        except OSError:  # being replaced
+            return
+        if now == self._seen or config.ssl is None:
+            return
+        self._seen = now
+        try:
+            config.ssl.load_cert_chain(str(config.ssl_certfile), config.ssl_keyfile, config.ssl_keyfile_password)
+            if config.ssl_ca_certs is not None:
+                config.ssl.load_verify_locations(config.ssl_ca_certs)
+        except OSError as error:  # `ssl.SSLError` is one
+            logger.error("the TLS certificate %s cannot be loaded again: %s", config.ssl_certfile, error)
+        else:
+            logger.info("the TLS certificate %s was loaded again", config.ssl_certfile)
 
 
 @contextlib.contextmanager

@@ -17,18 +17,21 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from quire.errors import SessionBusyError, StoreError, ValidationError
+from quire.errors import SessionBusyError, SessionQuotaError, StoreError, ValidationError
 from quire.kvcache.offload.manager import OffloadManager
 from quire.messages.request import NewRequest, Request
 from quire.sessions.log import Session, SessionStore, name_of
 from quire.sessions.log.export import check_model, check_token_ids, decode_export, exported_bytes
-from quire.sessions.log.state import check_name, unpack_tokens
+from quire.sessions.log.state import SessionUse, check_name, owner_of, unpack_tokens
+from quire.sessions.quota import SessionQuota
 from quire.sessions.session_kv import SessionKV
 
 logger = logging.getLogger(__name__)
 
 KEEP: Any = object()
 """Argument value: leave the setting as it is."""
+PINS_AT_ONCE = 64
+"""Chunks of 256 tokens whose stored blocks are pinned with one tick: a few milliseconds."""
 TICK_SECONDS = 1.0
 """How often expired and idle sessions are searched for."""
 
@@ -59,6 +62,8 @@ class SessionPage(msgspec.Struct, frozen=True):
 
     sessions: list[SessionInfo]
     after: int | None
+    use: SessionUse
+    """What all sessions of the owner use, or of all owners."""
 
 
 class SessionKeeper:
@@ -73,11 +78,14 @@ class SessionKeeper:
         clock: Callable[[], float] = time.monotonic,
         token_fingerprint: bytes = b"",
         vocab_size: int | None = None,
+        max_model_len: int | None = None,
+        quota: SessionQuota | None = None,
         scratch: TemporaryDirectory[str] | None = None,
     ) -> None:
         """`kv`: the sessions' blocks. `idle_seconds`: suspend a session after this long without a turn.
-        `token_fingerprint`: of the vocabulary. `vocab_size`: imported token ids are below it. `scratch`: the store's
-        folder, if it is to be removed on close."""
+        `token_fingerprint`: of the vocabulary. `vocab_size`: imported token ids are below it. `max_model_len`: imported
+        sessions are not longer. `quota`: of each tenant. `scratch`: the store's folder, if it is to be removed on
+        close."""
         self.store = store
         self.kv = kv
         self._tiers = tiers
@@ -85,7 +93,11 @@ class SessionKeeper:
         self._clock = clock
         self._token_fingerprint = token_fingerprint
         self._vocab_size = vocab_size
+        self._max_model_len = max_model_len
+        self._quota = quota or SessionQuota()
         self._scratch = scratch
+        self.refused = 0
+        """Operations refused because of the quota."""
         self._ticked = clock()
 
     # Operations of users
@@ -101,6 +113,8 @@ class SessionKeeper:
         durable: bool = True,
     ) -> SessionInfo:
         """Create a session."""
+        if name not in self.store:
+            self._check_quota(name, len(tokens), 1, meta)
         self.store.create(
             name, tokens, fingerprint=self._token_fingerprint, salt=salt, ttl=ttl, meta=meta, durable=durable
         )
@@ -109,6 +123,8 @@ class SessionKeeper:
     def append(self, name: str, tokens: Sequence[int], *, at: int | None = None, durable: bool = True) -> SessionInfo:
         """Append tokens, after the first `at` if given; the next turn computes them."""
         self._check_free(name)
+        length = self.store.get(name).num_tokens
+        self._check_quota(name, len(tokens) - (0 if at is None else length - at))
         if at is not None:
             self.cut(name, at, durable=False)
         self.store.append(name, tokens, durable=durable)
@@ -120,6 +136,7 @@ class SessionKeeper:
             return self.create(name, tokens, salt=salt, durable=durable)
         self._check_free(name)
         before, new = self.store.tokens(name), np.asarray(tokens, np.int32)
+        self._check_quota(name, len(new) - len(before))
         same = min(len(before), len(new))
         differ = np.flatnonzero(before[:same] != new[:same])
         same = int(differ[0]) if len(differ) else same
@@ -131,6 +148,9 @@ class SessionKeeper:
 
     def fork(self, name: str, new_name: str, at: int | None = None, *, durable: bool = True) -> SessionInfo:
         """Create a session with the same first `at` tokens (default: all). They share blocks."""
+        if new_name not in self.store:
+            source = self.store.get(name)
+            self._check_quota(new_name, at if isinstance(at, int) else source.num_tokens, 1, source.meta)
         session = self.store.fork(name, new_name, at, durable=durable)
         self.kv.fork(name, new_name, session.num_tokens)
         return self._info(new_name)
@@ -144,12 +164,13 @@ class SessionKeeper:
         """Up to `limit` sessions in order of creation, optionally of one owner."""
         self._delete_expired()
         page = self.store.page(after, limit, owner)
-        return SessionPage([self._describe(session) for session in page.sessions], page.after)
+        sessions = [self._describe(session) for session in page.sessions]
+        return SessionPage(sessions, page.after, self.store.use(owner))
 
-    def count(self, owner: str) -> int:
-        """How many sessions the owner has."""
+    def use(self, owner: str) -> SessionUse:
+        """What the owner's sessions use."""
         self._delete_expired()
-        return self.store.count(owner)
+        return self.store.use(owner)
 
     def tokens(self, name: str, start: int = 0) -> list[int]:
         """The session's tokens from `start` on; a negative `start` counts from the end."""
@@ -165,6 +186,8 @@ class SessionKeeper:
     ) -> SessionInfo:
         """Change the time to live or the metadata."""
         changes = {} if ttl is KEEP else {"ttl": ttl}
+        if meta:
+            self._check_quota(name, 0, 0, meta)
         self.store.update(name, meta=meta, durable=durable, **changes)
         return self._info(name)
 
@@ -194,6 +217,12 @@ class SessionKeeper:
         check_model(exported, self._token_fingerprint, "the file")
         check_token_ids(exported, self._vocab_size, "the file")
         tokens, name = unpack_tokens(exported.tokens), key(check_name(exported.name))
+        if self._max_model_len is not None and len(tokens) > self._max_model_len:
+            raise ValidationError(
+                f"the file holds a session of {len(tokens)} tokens, and max_model_len is {self._max_model_len}",
+                "path",
+                len(tokens),
+            )
         return self.create(name, tokens, salt=salt, ttl=ttl, meta=exported.meta, durable=durable)  # type: ignore[arg-type]
 
     def suspend(self, name: str) -> SessionInfo:
@@ -216,6 +245,15 @@ class SessionKeeper:
     def _check_free(self, name: str) -> None:
         if (resident := self.kv.get(name)) is not None and resident.turn:
             raise SessionBusyError(f"session {name_of(name)!r} has a running turn: wait for it to end, or abort it")
+
+    def _check_quota(self, name: str, tokens: int, sessions: int = 0, meta: Mapping[str, str] | None = None) -> None:
+        """Raise if the owner of the session may not store this much more."""
+        self._delete_expired()
+        try:
+            self._quota.check(self.store.use(owner_of(name)), sessions, tokens, meta)
+        except SessionQuotaError:
+            self.refused += 1
+            raise
 
     def _info(self, name: str) -> SessionInfo:
         return self._describe(self.store.get(name))
@@ -244,10 +282,13 @@ class SessionKeeper:
             )
         if source.num_sequences != 1 or source.beams is not None:
             raise ValidationError("a turn of a session has one sequence: n must be 1", "n", source.num_sequences)
+        if source.drawn:
+            self._take_back_turn(source)
         if self.tokens(source.session) != source.prompt:
             raise SessionBusyError(
                 f"session {name_of(source.session)!r} has changed since its tokens were read: try again"
             )
+        self._check_quota(source.session, 1)
         if session.salt != source.salt:  # its blocks have keys with the salt it was created with
             source.salt, source.keys = session.salt, []
         self.store.touch(source.session)
@@ -256,6 +297,14 @@ class SessionKeeper:
         if not source.keys:
             source.keys = self.kv.known_keys(source.session, saved)
         return saved
+
+    def _take_back_turn(self, source: NewRequest) -> None:
+        """A turn goes on after its engine died: that engine may have appended the whole output, and died before it
+        reported the end. The output is appended again when this turn ends."""
+        tokens = self.tokens(source.session)
+        known = source.prompt + (source.drawn[0] or [])
+        if len(tokens) > len(source.prompt) and tokens[: len(known)] == known:
+            self.cut(source.session, len(source.prompt), durable=False)
 
     def end(self, request: Request, is_kept: bool) -> str | None:
         """End a turn; `is_kept`: append its output to the session. Returns the error if that failed."""
@@ -298,10 +347,13 @@ class SessionKeeper:
         self._ticked = now
         self._delete_expired()
         self.kv.suspend_idle(self._idle_seconds)
+        self.kv.pin_loaded(PINS_AT_ONCE)
 
     def tick_idle(self) -> float | None:
         """Tick; returns after how many seconds to tick again, None if no session can expire or become idle."""
         self.tick()
+        if self.kv.pin_loaded(PINS_AT_ONCE):
+            return 0.0
         waits = [TICK_SECONDS] if self.kv.num_on_device and self._idle_seconds is not None else []
         if (due := self.store.next_due) is not None:
             waits.append(min(max(TICK_SECONDS, due), 3600.0))

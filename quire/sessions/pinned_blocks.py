@@ -52,6 +52,8 @@ class PinnedBlocks:
         self._tables = tables
         self._pinned: dict[str, tuple[str, int, list[bytes], list[bytes]]] = {}
         """Session → salt, last chunk, keys of the blocks after that chunk, and what is pinned for its end."""
+        self._loaded: int | None = 0
+        """Id of the last session that `pin_loaded` has pinned; None: it has pinned all."""
 
     def pin(self, name: str) -> None:
         """Pin the blocks with the session's KV as it is now; call it again after `set_kv`."""
@@ -70,14 +72,16 @@ class PinnedBlocks:
         if former is not None:
             self._unpin(*former)
 
-    def pin_all(self) -> None:
-        """Pin the blocks of every session, after the stores were opened."""
-        after: int | None = 0
-        while after is not None:
-            page = self._sessions.page(after, 1000)
+    def pin_loaded(self, limit: int) -> bool:
+        """After the stores were opened: pin the blocks of more sessions, about `limit` chunks of them.
+        Returns whether there are more: keys of all their tokens are computed, which takes a while."""
+        while self._loaded is not None and limit > 0:
+            page = self._sessions.page(self._loaded, 1)
+            self._loaded = page.after  # before a session that may turn out to be damaged
             for session in page.sessions:
+                limit -= 1 + session.kv_tokens // CHUNK_TOKENS
                 self.pin(session.name)
-            after = page.after
+        return self._loaded is not None
 
     def unpin(self, name: str) -> None:
         """The session or its KV is gone: unpin its blocks, except those that other sessions share."""

@@ -286,6 +286,14 @@ class SessionKV:
             if not resident.turn:
                 del self._resident[resident.name]
 
+    def pin_loaded(self, limit: int) -> bool:
+        """Pin some stored blocks of sessions of earlier runs; returns whether there are more."""
+        try:
+            return self._pinned is not None and self._pinned.pin_loaded(limit)
+        except StoreError as error:
+            logger.warning("cannot pin the KV of a session, other blocks may evict it: %s", error)
+            return True
+
     def _suspend(self, resident: ResidentSession) -> None:
         """Save the session's blocks to lower tiers, if there are any, and release them."""
         self.suspended += 1

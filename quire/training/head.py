@@ -120,7 +120,7 @@ def _usual_width(target: ModelConfig) -> int:
     return width if 2 * target.hidden_size <= width <= 8 * target.hidden_size else 3 * target.hidden_size
 
 
-class RMSNorm(nn.Module):
+class TrainedNorm(nn.Module):
     """x / rms(x) * weight, in float32."""
 
     def __init__(self, size: int, eps: float) -> None:
@@ -210,10 +210,10 @@ class HeadLayer(nn.Module):
 
     def __init__(self, shape: HeadShape) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(shape.hidden_size, shape.norm_eps)
-        self.hidden_norm = RMSNorm(shape.hidden_size, shape.norm_eps)
+        self.input_layernorm = TrainedNorm(shape.hidden_size, shape.norm_eps)
+        self.hidden_norm = TrainedNorm(shape.hidden_size, shape.norm_eps)
         self.self_attn = HeadAttention(shape)
-        self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.norm_eps)
+        self.post_attention_layernorm = TrainedNorm(shape.hidden_size, shape.norm_eps)
         self.mlp = HeadMLP(shape)
 
     def forward(
@@ -237,7 +237,7 @@ class DraftHead(nn.Module):
         self.shape = shape
         self.fc = nn.Linear(len(shape.feature_layers) * shape.hidden_size, shape.hidden_size, bias=False)
         self.midlayer = HeadLayer(shape)
-        self.norm = RMSNorm(shape.hidden_size, shape.norm_eps)
+        self.norm = TrainedNorm(shape.hidden_size, shape.norm_eps)
         self.lm_head = nn.Linear(shape.hidden_size, shape.draft_vocab_size, bias=False)
         tokens = torch.arange(shape.draft_vocab_size) if draft_tokens is None else draft_tokens.cpu()
         self.register_buffer("scale", torch.ones(self.fc.in_features), persistent=False)

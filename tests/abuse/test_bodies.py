@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from quire.server import http
+from quire.server.protocol.fields import FieldReader
 from tests.abuse.bodies import CHAT, EMBED, MESSAGES, RESPONSES, STATUSES, TEXT, TOKENIZE, USER, attacks
 from tests.abuse.loop_watch import LoopWatch
 from tests.abuse.pulse import Pulse
@@ -61,8 +61,10 @@ class TestRefusals:
         self, live: Live, path: str, body: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         decoded: list[int] = []
-        decode = http.decode
-        monkeypatch.setattr(http, "decode", lambda data, kind: decoded.append(len(data)) or decode(data, kind))
+        decode = FieldReader.decode
+        monkeypatch.setattr(
+            FieldReader, "decode", lambda self, data, kind: decoded.append(len(data)) or decode(self, data, kind)
+        )
         assert "the body holds more than" in refusal(live, path, body.encode())
         assert not decoded
 
@@ -125,13 +127,13 @@ class TestRefusals:
 class TestWhereItIsRead:
     def test_large_bodies_are_read_outside_the_event_loop(self, live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
         threads: list[str] = []
-        decode = http.decode
+        decode = FieldReader.decode
 
-        def noted(data: bytes, kind: Any) -> Any:
+        def noted(self: FieldReader, data: bytes, kind: Any) -> Any:
             threads.append(threading.current_thread().name)
-            return decode(data, kind)
+            return decode(self, data, kind)
 
-        monkeypatch.setattr(http, "decode", noted)
+        monkeypatch.setattr(FieldReader, "decode", noted)
         assert live.post(TEXT, {"prompt": "abc", "max_tokens": 1}).status_code == 200
         assert live.post(TEXT, {"prompt": "abc " * 2000, "max_tokens": 1}).status_code == 400
         assert "quire-work" not in threads[0] and threads[1].startswith("quire-work")

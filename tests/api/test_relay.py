@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -134,19 +136,28 @@ def test_relayed_requests_at_two_replicas(tiny_model: Path, monkeypatch: Any) ->
             while await unfinished(llm):
                 await asyncio.sleep(0.005)
             assert all(load.open_requests == 0 for load in llm.router.stats())
-            # An engine that dies: a request without output moves to the other, one with output fails.
-            add(llm, peer, "moved", 4)
-            (home,) = [replica for replica in llm.replicas if replica.relayed]
-            home.kill_engine("killed by a test")
-            await until(lambda: peer.ends("moved"))
-            assert peer.ends("moved") == ["length"] and peer.tokens("moved") == 4
-            add(llm, peer, "begun", 250)
-            (left,) = [replica for replica in llm.replicas if replica.relayed]
+            # An engine that dies: its requests go on elsewhere, from the tokens that the front has.
+            add(llm, peer, "begun", 8, n=2)
+            (home,) = [replica for replica in llm.replicas if replica.streams]
             await until(lambda: peer.tokens("begun"))
-            left.kill_engine("killed by a test")
-            assert peer.ends("begun") == ["ReplicaDownError"] and not len(llm.relay)
+            os.kill(home.pid, signal.SIGKILL)
+            await until(lambda: len(peer.ends("begun")) == 2)
+            assert (peer.ends("begun"), peer.tokens("begun")) == (["length"] * 2, 16)
+            # A stop string that the front has found ends the sequence here too.
+            add(llm, peer, "stopped", 200)
+            add(llm, peer, "aborted", 200)
+            await until(lambda: peer.tokens("stopped"))
+            llm.relay.finish(ipc.Finish(("stopped", 0), 1, "END"))
+            assert len(llm.relay) == 1  # at once: if the engine died now, the request would not go on
+            llm.relay.abort("aborted")
+            await until(lambda: not len(llm.relay))
+            assert (peer.ends("aborted"), await unfinished(llm)) == (["abort"], 0)
+            # Without an engine, and none to come, the front is told.
+            add(llm, peer, "lost", 200)
+            llm.kill_engine("killed by a test")
+            assert peer.ends("lost") == ["ReplicaDownError"] and not len(llm.relay)
             add(llm, peer, "late", 5)
-            assert peer.ends("late") == ["EngineDeadError"]
+            assert peer.ends("late") == ["EngineDeadError"] and llm.num_open_requests == 0
 
     monkeypatch.setenv("NULL_ENGINE_PACE", "4")  # so slow that no test is: the longest request takes a minute
     run(work())

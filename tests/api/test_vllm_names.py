@@ -76,3 +76,27 @@ def test_queue_now_and_collect_later(llm: LLM, monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(ZeroDivisionError):
         llm.wait_for_completion(use_tqdm=False)
     assert_idle(llm)
+
+
+def test_iteration_tokens_are_counted_as_outputs_come(tiny_model: Path) -> None:
+    """A step counts if it has outputs: the tokens it generated, and prompts that got their first token or their vector
+    by then, less what was cached."""
+
+    def counted(llm: LLM) -> tuple[int, float]:
+        metric = next(one for one in llm.get_metrics() if one.name == "quire:iteration_tokens_total")
+        return sum(metric.counts), metric.value
+
+    with LLM(tiny_model, device="cpu", num_gpu_blocks_override=64, max_num_seqs=4, max_num_batched_tokens=16) as llm:
+        prompt = list(range(5, 45))
+        llm.generate(prompt, GREEDY, use_tqdm=False)  # in chunks of 16: two steps have no outputs
+        assert counted(llm) == (4, 40 + 4)
+        llm.generate(prompt, GREEDY, use_tqdm=False)  # 32 of 40 are cached
+        assert counted(llm) == (8, 44 + 8 + 4)
+        llm.embed([[5, 6, 7]], use_tqdm=False)
+        assert counted(llm) == (9, 56 + 3)
+        llm.generate([7, 8], SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)
+        assert counted(llm) == (10, 59 + 2 + 1)
+        next(llm.stream(prompt[::-1], SamplingParams(temperature=0, max_tokens=9)))  # and is aborted
+        count, total = counted(llm)
+        llm.generate([9], SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)
+        assert counted(llm) == (count + 1, total + 2)

@@ -6,7 +6,7 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -38,6 +38,8 @@ class StubServer:
     url: str = ""
     every: int = 1
     """Only every this many requests have the fault."""
+    on_request: Callable[[int], object] = lambda count: None
+    """Called with the number of requests received."""
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections += 1
@@ -59,6 +61,7 @@ class StubServer:
         if path == "/v1/models":
             return self._whole(writer, 200, {"object": "list", "data": [{"id": "stub", "object": "model"}]})
         self.seen.append(Seen(time.perf_counter(), path, headers, body))
+        self.on_request(len(self.seen))
         fault = self.fault if len(self.seen) % self.every == 0 else ""
         if fault == "429":
             return self._whole(writer, 429, {"error": {"message": "the queue is full", "type": "rate_limit_error"}})

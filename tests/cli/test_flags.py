@@ -21,6 +21,7 @@ from quire.messages.sampling import HELP, SCALARS, SamplingParams
 
 VALUES = {
     "hf_overrides": {"rope_theta": 5.0},
+    "override_generation_config": {"temperature": 0.5},
     "logits_processors": ("a.b.C", "d.E"),
     "max_model_len": 4096,
     "pipeline_depth": 4,

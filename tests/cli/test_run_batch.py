@@ -10,13 +10,15 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from quire.cli.batch.files import BatchInput, BatchOutput, BatchResult, LineError, read_line
-from quire.cli.batch.runner import BatchRunner, post
+from quire.cli.batch.runner import HELD_FACTOR, BatchRunner, OrderedResults, post
 from quire.cli.bench.load.client import RunCounters
 from quire.cli.interrupts import cancelled_by_interrupt
+from quire.cli.run_batch import _report
 from quire.errors import ValidationError
 
 ENGINE = ["--dtype", "float32", "--num-gpu-blocks-override", "128", "--device", "cpu", "--served-model-name", "tiny"]
@@ -67,12 +69,17 @@ def test_every_line_is_run_and_invalid_lines_do_not_stop_the_others(quire, tiny_
     for result in found.values():
         assert result["id"].startswith("batch_req_")
         assert set(result) == {"id", "custom_id", "response", "error"}
-        assert (result["response"] is None) != (result["error"] is None)
+        is_ok = result["response"] is not None and result["response"]["status_code"] == 200
+        assert is_ok == (result["error"] is None)
+        assert result["response"] is None or is_ok == (result["response"]["body"] is not None)
     assert found["last"]["response"]["request_id"]
     assert found["last"]["response"]["body"]["usage"]["completion_tokens"] == 4
     assert found["chat"]["response"]["body"]["choices"][0]["message"]["role"] == "assistant"
     assert found["vector"]["response"]["body"]["data"][0]["embedding"]
-    assert "temperature" in found["hot"]["response"]["body"]["error"]["message"]
+    assert "temperature" in found["hot"]["error"]["error"]["message"]
+    assert found["other"]["error"]["error"]["code"] == 404
+    order = [result["custom_id"] for result in map(json.loads, text.splitlines())]
+    assert order == ["text", "chat", "vector", None, "streamed", "text", "hot", "other", "elsewhere", "last"]
     assert found["streamed"]["error"]["code"] == "stream_not_supported"
     assert found["elsewhere"]["error"]["code"] == "invalid_url"
     assert found[None]["error"]["message"].startswith("line 5: ")
@@ -235,6 +242,76 @@ def test_concurrency_is_limited_and_results_are_written_at_once(tmp_path):
     assert len(by_id((tmp_path / "out").read_text())) == 12
 
 
+def test_results_are_in_the_order_of_lines_and_few_wait_for_a_slow_one(tmp_path):
+    begun: list[int] = []
+    is_slow_done = asyncio.Event()
+
+    async def app(scope, receive, send):
+        name = json.loads((await receive())["body"])["prompt"]
+        begun.append(int(name))
+        if name == "0":
+            await is_slow_done.wait()
+        elif len(begun) == 2 * HELD_FACTOR:
+            is_slow_done.set()  # all that may be open are: without this line, no other could begin
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"{}"})
+
+    (tmp_path / "in").write_text("\n".join(completion(str(i), prompt=str(i)) for i in range(80)))
+    run_with(app, str(tmp_path / "in"), str(tmp_path / "out"), concurrency=2)
+    order = [json.loads(each)["custom_id"] for each in (tmp_path / "out").read_text().splitlines()]
+    assert order == [str(i) for i in range(80)]
+
+
+def test_no_line_begins_while_too_many_results_wait():
+    async def work():
+        written: list[str] = []
+        results = OrderedResults(SimpleNamespace(write=written.append), 3)
+        for number in (1, 2, 3):
+            await asyncio.wait_for(results.wait_for_room(), 5)
+            results.begin(number)
+        results.finish(2, "b")
+        results.finish(3, "c")
+        waiting = asyncio.ensure_future(results.wait_for_room())
+        await asyncio.sleep(0)
+        assert (waiting.done(), written) == (False, [])
+        results.finish(1, "a")
+        await asyncio.wait_for(waiting, 5)
+        assert written == ["a", "b", "c"]
+        results.begin(4)
+        results.begin(5)
+        results.finish(5, "e")
+        results.write_rest()
+        assert written[3:] == ["e"]
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize(
+    ("lines", "code"),
+    [([completion("a")], 0), ([completion("a", stream=True), line("b", "/bad_url")], 0), (["no JSON"], 1)],
+    ids=["all", "failed requests", "a line that is no request"],
+)
+def test_the_exit_code_says_whether_all_lines_are_requests(tmp_path, lines, code, capsys):
+    async def refusing(scope, receive, send):
+        await send({"type": "http.response.start", "status": 400, "headers": []})
+        await send({"type": "http.response.body", "body": b'{"error": {"message": "no", "code": 400}}'})
+
+    (tmp_path / "in").write_text("\n".join(lines))
+    batch = run_with(refusing, str(tmp_path / "in"), str(tmp_path / "out"))
+    assert batch.counters.failed == len(lines)
+    assert _report(batch, was_stopped=False) == code
+    if lines == [completion("a")]:
+        result = by_id((tmp_path / "out").read_text())["a"]
+        assert result["response"]["status_code"] == 400
+        assert result["response"]["body"] is None
+        assert result["error"] == {"error": {"message": "no", "code": 400}}
+
+
+@pytest.mark.parametrize("url", ["/score", "/v1/score", "/rerank", "/v2/rerank", "/classify", "/pooling"])
+def test_urls_of_other_tasks(url):
+    assert read_line(line("a", url).encode(), 1).url == url
+
+
 def test_a_slow_input_pipe_does_not_block_other_requests(tmp_path, monkeypatch):
     ours, theirs = os.pipe()
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(os.fdopen(ours, "rb")))
@@ -303,6 +380,8 @@ def test_an_output_file_with_other_content_is_not_appended_to(tmp_path):
         (["-i", "/nowhere", "-o", "/tmp/x"], "--input-file /nowhere: No such file"),
         (["-i", __file__, "-o", "/nowhere/x"], "--output-file /nowhere/x: No such file"),
         (["-i", __file__], "-o/--output-file"),
+        (["-i", "https://example.com/in.jsonl", "-o", "/tmp/x"], "only files are read and written"),
+        (["-i", __file__, "-o", "http://example.com/out"], "only files are read and written"),
     ],
 )
 def test_bad_input_is_one_line(quire, arguments, said):

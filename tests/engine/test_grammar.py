@@ -238,6 +238,19 @@ def test_the_grammar_may_start_after_a_text(tiny: LLM) -> None:
     assert output.outputs[0].finish_reason == "stop"
 
 
+def test_the_grammar_starts_at_once_or_after_a_part_that_the_output_opens(tiny: LLM) -> None:
+    constraint = Constraint(choice=["yes", "no"], after=["the", "er"], opening=["<think>", "\n<think>"])
+    less, new_line, the = tiny.get_tokenizer().convert_tokens_to_ids(["<", "Ċ", "the"])
+    for first in (less, new_line):
+        fields = {"max_tokens": 200, "temperature": 1.2, "logit_bias": {first: 20.0, the: 22.0}}
+        text = only(tiny, params(constraint, **fields)).outputs[0].text
+        opening, _, thought = text.partition("<think>")
+        assert opening == ("\n" if first == new_line else "")
+        assert re.fullmatch(r"(?s).*?(the|er)(yes|no)", thought)
+    at_once = only(tiny, params(constraint, logit_bias={less: -100.0, new_line: -100.0})).outputs[0]
+    assert at_once.text in ("yes", "no") and at_once.finish_reason == "stop"
+
+
 def test_a_request_that_excludes_every_allowed_token_fails_alone(tiny: LLM) -> None:
     b = tiny.get_tokenizer().convert_tokens_to_ids("b")
     wanted = [params(Constraint(regex="a+"), allowed_token_ids=[b]), params(Constraint(regex="a{3}"))]

@@ -225,7 +225,7 @@ def test_vectors_equal_a_loop_over_pairs_and_norm_first(kind: str) -> None:
     assert_close(out, given.expected(normed))
 
 
-@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize("tokens", [1, 2])
 def test_streams_equal_a_loop_over_pairs_and_norm_one_token(tokens: int) -> None:
     # 320 inputs are two and a half pieces, 192 one and a half: the last warps have less than others, or nothing.
     given = case("mxfp4", tokens, 320, 192, biased=True, activation="clamped_swiglu")

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from quire.config import EngineConfig
 from quire.errors import ModelNotFoundError, QuireError, ValidationError
 from quire.loading import pinned
 from quire.loading.files import local_files
@@ -176,9 +177,9 @@ def test_configs_are_read_or_refused_by_name(tmp_path: Path) -> None:
     files = local_files("m", tmp_path)
     assert read_model_config(files).hidden_size == 64
     assert read_model_config(files, {"vocab_size": 7}).vocab_size == 7
-    assert read_generation_config(files) == {}
+    assert read_generation_config(files, EngineConfig()) == {}
     (tmp_path / "generation_config.json").write_text('{"temperature": 0.6}')
-    assert read_generation_config(files) == {"temperature": 0.6}
+    assert read_generation_config(files, EngineConfig()) == {"temperature": 0.6}
     for bad, told in [("{", "not valid JSON"), ("[1]", "a JSON object is needed"), ("[" * 100_000, "not valid JSON")]:
         path.write_text(bad)
         with pytest.raises(ValueError, match=told):

@@ -38,6 +38,7 @@ class FakeEngine:
 
     metrics: list[Metric] = field(default_factory=list)
     token_times: TokenTimes = field(default_factory=TokenTimes)
+    num_resumed: int = 0
     errored: bool = False
     delay: float = 0.0
     questions: int = 0
@@ -306,7 +307,7 @@ def ask(live: Live, **body: Any) -> httpx.Response:
 
 
 def test_sequential_requests_give_exact_token_counts(serving: Callable[..., Live]) -> None:
-    live = serving(vllm_metric_names=True)
+    live = serving()
     before = scrape_of(live)
     for stream in (False, True, False):
         assert ask(live, stream=stream).status_code == 200
@@ -319,7 +320,9 @@ def test_sequential_requests_give_exact_token_counts(serving: Callable[..., Live
     # The engine's metrics cover all servers it has had: only the increase counts.
     assert gained("vllm:inter_token_latency_seconds_count") == 3 * 5 + 2 * 3
     assert gained("vllm:iteration_tokens_total_count") == 3 * 6 + 4
-    assert gained("vllm:iteration_tokens_total_sum") == 3 * (3 + 5) + 3 + 2 * 3
+    assert gained("vllm:iteration_tokens_total_sum") == 3 * (3 + 6) + 3 + 2 * 4
+    assert gained("quire:step_tokens_count") == 3 * 6 + 4
+    assert gained("quire:step_tokens_sum") == 3 * (3 + 5) + 3 + 2 * 3
     assert gained("vllm:generation_tokens_total") == 3 * 6 + 2 * 4
     assert gained("vllm:prompt_tokens_total") == 4 * 3
     assert gained("vllm:time_to_first_token_seconds_count") == 4
@@ -328,11 +331,19 @@ def test_sequential_requests_give_exact_token_counts(serving: Callable[..., Live
     assert gained("vllm:request_generation_tokens_sum") == 3 * 6 + 8
     assert gained("vllm:request_max_num_generation_tokens_sum") == 3 * 6 + 4
     assert gained("vllm:request_params_n_sum") == 3 + 2
+    assert (gained("vllm:request_num_preemptions_count"), gained("vllm:request_num_preemptions_sum")) == (4, 0)
+    assert after.sum("vllm:prompt_tokens_by_source_total", source="external_kv_transfer") == 0
     assert after.sum("http_requests_total", handler="/v1/completions", status="2xx") == 4
     assert after.sum("vllm:num_requests_running") == after.sum("vllm:num_requests_waiting") == 0
     assert 0 <= gained("vllm:inter_token_latency_seconds_sum") < gained("vllm:e2e_request_latency_seconds_sum") * 2
     parts = [after.sum(f"vllm:request_{part}_time_seconds_sum") for part in ("prefill", "decode", "inference")]
     assert parts[0] + parts[1] == pytest.approx(parts[2])
+
+
+def test_vllms_names_can_be_left_out(serving: Callable[..., Live]) -> None:
+    page = serving(vllm_metric_names=False).client.get("/metrics").text
+    assert "quire:num_requests_running" in page
+    assert "vllm:" not in page
 
 
 def test_errors_disconnects_and_unknown_paths_are_counted(serving: Callable[..., Live]) -> None:

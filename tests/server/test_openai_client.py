@@ -288,7 +288,7 @@ class TestErrors:
             ({"temperature": -1}, "temperature", "in [0, 2]"),
             ({"messages": []}, "messages", "at least one"),
             ({"max_tokens": 10_000}, "max_tokens", "maximum context length is 256"),
-            ({"extra_body": {"guided_json": {}}}, "guided_json", "structured_outputs"),
+            ({"extra_body": {"kv_transfer_params": {"a": 1}}}, "kv_transfer_params", "KV transfer"),
             ({"stop": [""]}, "stop", "non-empty"),
             ({"tool_choice": "required"}, "tool_choice", "needs tools"),
             ({"messages": [{"role": "wizard", "content": "x"}]}, "messages", "unknown role"),

@@ -96,6 +96,31 @@ class TestAuto:
         assert choice.finish_reason == "stop"
 
 
+class TestThinking:
+    """A form does not suppress thinking: it applies after it, or at once if the answer begins with none."""
+
+    @pytest.mark.parametrize("demand", [
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": NUMBER}}},
+        {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False},
+        {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "take"}}},
+    ])  # fmt: skip
+    def test_the_model_may_think_first(self, serving: Callable[..., Live], demand: dict[str, Any]) -> None:
+        live = serving(reasoning_parser="qwen3")
+        less = live.server.tokenizer.convert_tokens_to_ids("<")
+        client = live.openai()
+        fields: Any = {"model": MODEL, "messages": USER, "seed": 5, "max_tokens": 60, **demand}
+        thinking = client.chat.completions.create(**fields, logit_bias={str(less): 30}).choices[0]
+        assert len(thinking.message.reasoning) > 10 and thinking.finish_reason == "length"  # type: ignore[attr-defined]
+        assert not thinking.message.content and thinking.message.tool_calls is None
+        for switch in ({}, {"chat_template_kwargs": {"enable_thinking": False}}):
+            bias = {} if switch else {"logit_bias": {str(less): -100}}
+            (at_once,) = client.chat.completions.create(**fields, **bias, extra_body=switch).choices
+            calls = at_once.message.tool_calls
+            assert (calls is not None) == ("tools" in demand) and at_once.finish_reason != "length"
+            written = calls[0].function.arguments if calls else at_once.message.content
+            assert json.loads(written) in (range(10) if calls is None else [{"n": n} for n in range(10)])
+
+
 class TestDemanded:
     def test_required(self, client: Client) -> None:
         choice = ask(client, tool_choice="required", parallel_tool_calls=False)

@@ -26,7 +26,10 @@ BEGIN, MORE = "hello the world one two three four five", " more"
 @pytest.fixture(scope="module")
 def session_server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     folder = str(tmp_path_factory.mktemp("kv"))
-    host = Host(tiny_model, swap_space=0.02, kv_disk=folder, logits_processors=["tests.executor.processors.TakesLong"])
+    host = Host(
+        tiny_model, swap_space=0.02, kv_disk=folder, logits_processors=["tests.executor.processors.TakesLong"],
+        max_tenant_sessions=50,
+    )  # fmt: skip
     live, stop = host.start()
     yield live
     stop()
@@ -340,3 +343,30 @@ def answers(url: str) -> bool:
         return httpx.get(f"{url}/ready").status_code == 200
     except httpx.TransportError:
         return False
+
+
+def test_a_tenant_at_its_quota_gets_429_and_sees_its_use(sessions: Live) -> None:
+    crowd = {"x-tenant": "crowd"}
+    for number in range(50):
+        made = sessions.client.post("/v1/sessions", json={"id": f"s{number}", "input": "hello"}, headers=crowd)
+        assert made.status_code == 200
+    asked: list[tuple[str, Any]] = [
+        ("/v1/sessions", {}),
+        ("/v1/sessions/s0/fork", {"id": "more"}),
+        ("/v1/completions", {"prompt": "hello", "session_id": "more", "max_tokens": 2}),
+    ]
+    for path, body in asked:
+        answer = sessions.client.post(path, json=body, headers=crowd)
+        assert answer.status_code == 429, answer.text
+        assert "50 of 50 sessions (max_tenant_sessions)" in answer.json()["error"]["message"]
+    exported = sessions.client.get("/v1/sessions/s0/export", headers=crowd).content
+    octets = {**crowd, "content-type": "application/octet-stream"}
+    assert sessions.client.post("/v1/sessions/import?id=more", content=exported, headers=octets).status_code == 429
+    page = sessions.client.get("/v1/sessions?limit=2", headers=crowd).json()
+    tokens = page["data"][0]["num_tokens"]
+    assert page["usage"]["sessions"] == 50 and page["usage"]["tokens"] == 50 * tokens and page["usage"]["bytes"] > 5000
+    assert sessions.client.get("/v1/sessions").json()["usage"] == {"sessions": 0, "tokens": 0, "bytes": 0}
+    assert sessions.post("/v1/sessions", {"id": "other"}).status_code == 200
+    assert sessions.client.delete("/v1/sessions/s1", headers=crowd).status_code == 200
+    assert sessions.client.post("/v1/sessions", json={}, headers=crowd).status_code == 200
+    delete_all(sessions.client, headers=crowd)

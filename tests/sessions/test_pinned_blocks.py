@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from quire.kvcache.prefix_cache import ContentKeys
 from quire.messages.caches import FULL, CacheGroup
 from quire.sessions.log import SessionStore
 from quire.sessions.pinned_blocks import PinnedBlocks
+from quire.sessions.session_kv import SessionKV
 
 MODEL = b"model"
 BLOCK = 64
@@ -62,7 +64,9 @@ def test_the_blocks_of_pinned_sessions_are_pinned_and_no_others(tmp_path: Path, 
             assert set(disk._blocks.pins) == {key for own in pinned.values() for key in own}
         second = DiskStore.open(tmp_path / "kv2", MODEL, BLOCK, 1 << 20)
         again = PinnedBlocks(sessions, second, keys, MODEL)
-        again.pin_all()
+        assert again.pin_loaded(1) == (len(sessions) > 1), "a part at a time"
+        while again.pin_loaded(3):
+            pass
         assert set(second._blocks.pins) == set(disk._blocks.pins)
         second.close()
         for name in pinned:
@@ -78,7 +82,7 @@ def test_kv_of_another_model_is_not_pinned(tmp_path: Path) -> None:
         sessions.create("a", range(100))
         sessions.set_kv("a", 100, b"other model")
         blocks = PinnedBlocks(sessions, disk, ContentKeys(16, MODEL), MODEL)
-        blocks.pin_all()
+        assert not blocks.pin_loaded(100)
         assert blocks.keys_of("a") == []
         assert disk._blocks.pins == {}
 
@@ -128,3 +132,29 @@ def test_each_cache_group_pins_what_a_session_needs_to_continue(tmp_path: Path) 
             assert blocks.keys_of(name) == own
             blocks.unpin(name)
             assert not disk._blocks.pins
+
+
+def test_a_damaged_session_does_not_keep_others_from_being_pinned(tmp_path: Path) -> None:
+    keys = ContentKeys(16, MODEL)
+    with SessionStore.open(tmp_path / "sessions") as sessions:
+        for number, name in enumerate("abc"):
+            sessions.create(name, range(1000 * number, 1000 * number + 600))
+            sessions.set_kv(name, 600, MODEL)
+    log = tmp_path / "sessions" / "00000001.log"
+    times, data = log.stat(), bytearray(log.read_bytes())
+    data[data.index((1100).to_bytes(4, "little") + (1101).to_bytes(4, "little"))] ^= 1
+    log.write_bytes(data)
+    os.utime(log, ns=(times.st_atime_ns, times.st_mtime_ns))  # the index stays valid: found when it is read
+    with (
+        SessionStore.open(tmp_path / "sessions") as sessions,
+        DiskStore.open(tmp_path / "kv", MODEL, BLOCK, 1 << 20) as disk,
+    ):
+        kv = SessionKV(BlockTables(9, 16), keys, sessions, MODEL, pinned=PinnedBlocks(sessions, disk, keys, MODEL))
+        rounds = 0
+        while kv.pin_loaded(1):
+            rounds += 1
+            assert rounds < 10
+        assert [session.name for session in sessions.page().sessions if session.lost] == ["b"]
+        assert set(disk._blocks.pins) == {
+            key for start in (0, 2000) for key in expected_keys(keys, list(range(start, start + 600)), "")
+        }

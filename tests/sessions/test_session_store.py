@@ -146,6 +146,17 @@ class SessionMachine(RuleBasedStateMachine):
         assert len(self.store) == len(self.model)
 
     @invariant()
+    def the_use_of_the_store_is_that_of_its_sessions(self) -> None:
+        use = self.store.use("")
+        lengths = [len(session["tokens"]) for session in self.model.values()]
+        assert (use.sessions, use.tokens) == (len(lengths), sum(lengths))
+        assert use == self.store.use()
+        assert 4 * use.tokens <= use.bytes <= 5 * use.tokens + 64 * 1024 * use.sessions
+        assert use.bytes >= self.store.stats().live_bytes - sum(
+            old.address.size for old in self.store._catalog.tombstones.values()
+        )
+
+    @invariant()
     def every_chunk_is_stored_once_and_garbage_is_bounded(self) -> None:
         beginnings = {
             tuple(session["tokens"][:end])

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from quire.api.compat import drop_neutral
+from quire.api.compat import engine_arguments
 from quire.config import EngineConfig
 from quire.errors import ConfigError, UnsupportedModelError, ValidationError
 from quire.messages.plan import MAX_WIDTH
@@ -136,7 +136,7 @@ def test_the_standard_rule_is_the_rejection_rule() -> None:
 
 
 def test_vllms_other_spelling() -> None:
-    assert drop_neutral({"spec_method": "ngram", "spec_tokens": 3}) == {
+    assert engine_arguments({"spec_method": "ngram", "spec_tokens": 3}) == {
         "speculative_config": {"method": "ngram", "num_speculative_tokens": 3}
     }
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -14,6 +16,7 @@ from numpy.typing import NDArray
 from quire import LLM, RequestOutput, SamplingParams, StructuredOutputsParams
 from quire.engine.grammar import grammars as module
 from quire.engine.grammar.drafts import PlanDrafts
+from quire.engine.grammar.free_part import FreePart
 from quire.engine.grammar.wire import ForkServerSpec
 from quire.engine.grammar.xgrammar_backend import MOST_CERTAIN, GrammarSequence, GrammarVocabulary, compile_form
 from quire.errors import StepError
@@ -46,8 +49,8 @@ class Matched:
 
     def __init__(self, vocabulary: GrammarVocabulary, form: Constraint, min_tokens: int = 0, stops: Any = ()) -> None:
         grammar = compile_form(vocabulary.compiler, form)
-        after = (form.after or "").encode()
-        self._make = lambda: GrammarSequence(grammar, ENDS, [*ENDS, *stops], min_tokens, after, vocabulary.bytes)
+        free = FreePart(form, vocabulary.bytes)
+        self._make = lambda: GrammarSequence(grammar, ENDS, [*ENDS, *stops], min_tokens, free, vocabulary.bytes)
         self.sequence = self._make()
         self.tokens: list[int] = []
         self.lasts = {*ENDS, *stops}
@@ -76,6 +79,11 @@ FORMS = {
     "ended by a stop id": (Constraint(regex=r"[a-z]+@[a-z]+"), 0, (35,)),
     "min_tokens": (Constraint(regex="[ab]*"), 6, ()),
     "after a text": (Constraint(choice=["yes", "no"], after="the"), 3, ()),
+    "after a text, if one begins it": (
+        Constraint(choice=["yes", "the <b> is"], after="!", opening=["the ", " a"]),
+        0,
+        (),
+    ),
 }
 
 
@@ -118,6 +126,62 @@ def test_masks_along_drafts_are_those_of_the_drawn_tokens(vocabulary: GrammarVoc
     assert len(lengths) > 3
 
 
+@pytest.mark.parametrize("choices", [["yes", "no"], ["<b>", "<a>"], ["the", "a"], ["<"]])
+def test_a_free_part_begins_only_with_its_opening(vocabulary: GrammarVocabulary, choices: list[str]) -> None:
+    """Every allowed token of random outputs, against a search by text."""
+    openings, end = ["<a", "a the "], "er"
+    chance = random.Random(repr(choices))
+    seen = set()
+    names = [each.decode("latin-1") for each in vocabulary.bytes]
+    special = {name for name in names if name in ("<s>", "</s>", "<|user|>", "<|assistant|>")}
+    for _ in range(40):
+        form = Constraint(choice=choices, after=end, opening=openings)
+        matched, text, free = Matched(vocabulary, form), "", ""
+        phase = "opening"
+        for _ in range(14):
+            allowed = set(matched.allowed_after([]))
+            if phase == "opening":
+                wanted = {
+                    token
+                    for token, name in enumerate(names)
+                    if name and any(o.startswith(text + name) or (text + name).startswith(o) for o in openings)
+                }
+                wanted |= {
+                    token
+                    for token, name in enumerate(names)
+                    if name and name not in special and any(c.startswith(text + name) for c in choices)
+                }
+                wanted |= set(ENDS) if text in choices else set()
+            elif phase == "free":
+                wanted = set(range(len(names))) - set(ENDS)
+                allowed &= set(range(len(names)))
+            else:
+                wanted = {
+                    token
+                    for token, name in enumerate(names)
+                    if name and name not in special and any(c.startswith(text + name) for c in choices)
+                }
+                wanted |= set(ENDS) if text in choices else set()
+            assert allowed == wanted, (phase, text)
+            seen.add(phase)
+            likely = [token for token in allowed if names[token] in ("er", "<", "a") and chance.random() < 0.5]
+            token = chance.choice(likely or sorted(allowed))
+            if token in ENDS:
+                break
+            matched.accept(token)
+            text += names[token]
+            found = next((o for o in openings if text.startswith(o)), None)
+            if phase == "free":
+                free += names[token]
+            elif phase == "opening" and found is not None and not any(c.startswith(text) for c in choices):
+                phase, free = "free", text[len(found) :]
+            elif phase == "opening" and (found is not None or not any(o.startswith(text) for o in openings)):
+                phase = "form"
+            if phase == "free" and end in free:
+                phase, text = "form", ""
+    assert seen == {"opening", "free", "form"}
+
+
 def texts(tokens: list[int], vocabulary: GrammarVocabulary) -> bytes:
     return b"".join(vocabulary.bytes[token] for token in tokens)
 
@@ -126,14 +190,14 @@ def test_a_certain_run_is_the_text_that_the_grammar_leaves_no_choice_about(vocab
     matched = Matched(vocabulary, Constraint(json=PERSON, disable_any_whitespace=True))
     masks = np.empty((MAX_WIDTH, WORDS), np.int32)
     matched.sequence.fill(masks[0])
-    run = matched.sequence.follow_certain(masks)
+    run = matched.sequence.follow_certain(masks, seconds=math.inf)
     assert texts(run, vocabulary) == b'{"name": "' and len(run) <= MOST_CERTAIN
     for place in range(MAX_WIDTH):
         assert (masks[place] == matched.mask_after(run[:place])).all()
     for token in [*run, run[2], run[1]]:  # a name of one letter, and the quote after it
         matched.accept(token)
     matched.sequence.fill(masks[0])
-    assert texts(matched.sequence.follow_certain(masks), vocabulary) == b', "mood": "'
+    assert texts(matched.sequence.follow_certain(masks, seconds=math.inf), vocabulary) == b', "mood": "'
 
 
 @pytest.mark.parametrize(
@@ -144,6 +208,7 @@ def test_a_certain_run_is_the_text_that_the_grammar_leaves_no_choice_about(vocab
         (Constraint(regex="[ab]"), b""),
         (Constraint(regex="ab"), b"ab"),  # the end itself is no draft: it is drawn where the last draft is verified
         (Constraint(choice=["yes"], after="the"), b""),
+        (Constraint(choice=["the end"], after="x", opening=["<b>"]), b""),
         (Constraint(regex="a{40}"), b"a" * MOST_CERTAIN),
     ],
 )
@@ -151,7 +216,7 @@ def test_where_a_certain_run_ends(vocabulary: GrammarVocabulary, form: Constrain
     matched = Matched(vocabulary, form)
     masks = np.empty((MAX_WIDTH, WORDS), np.int32)
     matched.sequence.fill(masks[0])
-    assert texts(matched.sequence.follow_certain(masks), vocabulary) == text
+    assert texts(matched.sequence.follow_certain(masks, seconds=math.inf), vocabulary) == text
 
 
 def test_a_dead_end_behind_a_draft_is_an_error_only_once_it_is_reached(vocabulary: GrammarVocabulary) -> None:
@@ -264,6 +329,8 @@ def requests() -> tuple[list[list[int]], list[SamplingParams]]:
     ]
     thinking = Constraint(choice=["yes", "no", "not at all"], after="the")
     wanted += [params(thinking, temperature=1.2, logit_bias={100: 4.0}, seed=seed) for seed in (1, 2)]
+    optional = msgspec.structs.replace(thinking, after=["the", "er"], opening=["<a", "\n<a", "no!"])
+    wanted += [params(optional, temperature=1.2, logit_bias={32: 2.0, 79: 2.0, 100: 3.0}, seed=s, n=2) for s in (1, 2)]
     ended = Constraint(regex="[a-z]{3}@[a-z]{3}(the){3}!")
     wanted += [params(ended, stop=["@"]), params(ended, stop_token_ids=[35]), params(ended, min_tokens=30)]
     wanted += [params(Constraint(regex="[a-z]*"), min_tokens=15, logprobs=2, frequency_penalty=0.5)]

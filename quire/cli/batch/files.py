@@ -18,6 +18,8 @@ import msgspec
 from quire.errors import ValidationError
 
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
+UNVERSIONED = ("/score", "/rerank", "/classify", "/pooling")
+"""The ends of further urls, as vLLM has them: /score, /v1/score, …"""
 STANDARD = "-"
 _LINE = re.compile(r"line \d+: ")
 MAX_ID_LENGTH = 4096
@@ -52,7 +54,7 @@ class _OnlyStream(msgspec.Struct):
 
 
 class BatchResponse(msgspec.Struct):
-    """The HTTP response."""
+    """The HTTP response; its body is null if the request failed."""
 
     status_code: int
     request_id: str
@@ -67,16 +69,20 @@ class BatchError(msgspec.Struct):
 
 
 class BatchResult(msgspec.Struct):
-    """A line of the output: a response of any status, or an error if the line was not run."""
+    """A line of the output: a response, or an error and the status of the response; only an error if the line was not
+    run."""
 
     id: str
     custom_id: str | None
     response: BatchResponse | None = None
-    error: BatchError | None = None
+    error: Any = None
 
     @classmethod
     def of(cls, custom_id: str, status: int, request_id: str, body: bytes) -> BatchResult:
-        return cls(_new_id(), custom_id, BatchResponse(status, request_id, msgspec.Raw(body)))
+        raw = msgspec.Raw(body or b"null")
+        if status == 200:
+            return cls(_new_id(), custom_id, BatchResponse(status, request_id, raw))
+        return cls(_new_id(), custom_id, BatchResponse(status, request_id, msgspec.Raw(b"null")), raw)
 
     @classmethod
     def of_error(cls, error: LineError) -> BatchResult:
@@ -102,9 +108,9 @@ def read_line(text: bytes, number: int) -> BatchRequest:
         raise LineError("invalid_line", f"{where}: custom_id must have 1 to {MAX_ID_LENGTH} characters")
     if request.method != "POST":
         raise LineError("invalid_method", f"{where}: method must be POST, got {request.method!r}", request.custom_id)
-    if request.url not in URLS:
-        raise LineError("invalid_url", f"{where}: url must be one of {', '.join(URLS)}; got {request.url!r}",
-                        request.custom_id)  # fmt: skip
+    if request.url not in URLS and not request.url.endswith(UNVERSIONED):
+        listed = ", ".join((*URLS, *UNVERSIONED))
+        raise LineError("invalid_url", f"{where}: url must be one of {listed}; got {request.url!r}", request.custom_id)
     try:
         body = msgspec.json.decode(request.body, type=_OnlyStream)
     except msgspec.MsgspecError as error:
@@ -119,6 +125,11 @@ def _custom_id(text: bytes) -> str | None:
         return msgspec.json.decode(text, type=_OnlyCustomId).custom_id
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
+
+
+def _refuse_address(flag: str, name: str) -> None:
+    if name.startswith(("http://", "https://")):
+        raise ValidationError(f"{flag} {name}: only files are read and written; download and upload with curl, or pipe")
 
 
 def _without_number(message: str) -> str:
@@ -137,6 +148,7 @@ class BatchOutput(AbstractContextManager["BatchOutput"]):
         if name == STANDARD:
             self._file = sys.stdout.buffer
             return
+        _refuse_address("--output-file", name)
         path = Path(name)
         try:
             if not overwrite and path.exists():
@@ -163,8 +175,8 @@ class BatchOutput(AbstractContextManager["BatchOutput"]):
                     ) from None
                 if result.custom_id is not None:
                     self.done.add(result.custom_id)
-                elif result.error is not None:
-                    self._reported[_without_number(result.error.message)] += 1
+                elif isinstance(result.error, dict):
+                    self._reported[_without_number(str(result.error.get("message")))] += 1
 
     def was_reported(self, error: LineError) -> bool:
         """Whether an earlier run has written this line's error. Each result stands for one line."""
@@ -197,6 +209,7 @@ class BatchInput(AbstractContextManager["BatchInput"]):
         if name == STANDARD:
             self._file: BinaryIO = sys.stdin.buffer
             return
+        _refuse_address("--input-file", name)
         try:
             with open(name, "rb") as file:
                 self.total = sum(1 for line in file if line.strip())

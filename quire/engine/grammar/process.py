@@ -25,6 +25,7 @@ import msgspec
 import numpy as np
 
 from quire.engine.grammar import wire
+from quire.engine.grammar.free_part import FreePart
 from quire.engine.grammar.wire import Op
 from quire.executor.child import ignore_signals
 from quire.loading.files import ModelFiles
@@ -126,6 +127,7 @@ class MatcherProcess:
         shared = mmap.mmap(memory, 0)
         os.close(memory)
         self._form = msgspec.msgpack.decode(shared[:length], type=StructuredOutputsParams)
+        self._free = FreePart(self._form, vocabulary.bytes)
         shape = (spec.rows, spec.places, -(-spec.vocab_size // 32))
         self._masks = np.frombuffer(shared, np.int32, math.prod(shape)).reshape(shape)
         self._sequences: dict[int, GrammarSequence] = {}
@@ -190,8 +192,8 @@ class MatcherProcess:
     def _begin(self, min_tokens: int, stop_ids: list[int]) -> GrammarSequence:
         from quire.engine.grammar.xgrammar_backend import GrammarSequence
 
-        after = (self._form.after or "").encode()
-        return GrammarSequence(self._grammar, self._spec.end_ids, stop_ids, min_tokens, after, self._vocabulary.bytes)
+        texts = self._vocabulary.bytes
+        return GrammarSequence(self._grammar, self._spec.end_ids, stop_ids, min_tokens, self._free, texts)
 
     def _send(self, message: object) -> None:
         self._socket.sendall(wire.encode(message))

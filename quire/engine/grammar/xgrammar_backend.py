@@ -3,6 +3,7 @@ matchers only."""
 
 from __future__ import annotations
 
+import enum
 import itertools
 import json
 import time
@@ -13,6 +14,7 @@ import numpy as np
 import xgrammar
 from numpy.typing import NDArray
 
+from quire.engine.grammar.free_part import FreePart
 from quire.engine.grammar.wire import DEAD_END, ForkServerSpec, allows
 from quire.messages.grammar_syntax import plain_regex
 from quire.messages.plan import MAX_WIDTH
@@ -115,6 +117,15 @@ def structural_tag(tag: dict[str, Any]) -> dict[str, Any]:
 # Matching
 
 
+class Phase(enum.Enum):
+    """Where a sequence is in its output."""
+
+    OPENING = enum.auto()
+    """Its text so far may begin a free part, or have the form."""
+    FREE = enum.auto()
+    FORM = enum.auto()
+
+
 class GrammarSequence:
     """The state of one sequence in its grammar: accepts tokens, and fills the masks of the next ones."""
 
@@ -124,40 +135,83 @@ class GrammarSequence:
         end_ids: list[int],
         stop_ids: list[int],
         min_tokens: int,
-        after: bytes,
+        free: FreePart,
         texts: list[bytes],
     ) -> None:
-        """`after`: the grammar starts once this text has appeared; empty: at once."""
+        """`free`: what may come before the form. `texts`: the bytes of every token."""
         self._matcher = xgrammar.GrammarMatcher(grammar, override_stop_tokens=end_ids)
+        self._early = xgrammar.GrammarMatcher(grammar, override_stop_tokens=end_ids) if free.openings else None
+        """In the phase OPENING: reads the output as if it had the form from its first token; None: it cannot."""
         self._end_ids = np.array(end_ids, np.int64)
         self._stop_ids = np.array(stop_ids, np.int64)
         self._last_ids = {*end_ids, *stop_ids}
         self._min_tokens = min_tokens
-        self._after = after
+        self._free = free
         self._texts = texts
-        self._tail = b""
+        self._phase = Phase.FORM if not free.ends else Phase.OPENING if free.openings else Phase.FREE
+        self._seen = b""
+        """The text of the phase so far; of the free part only its end."""
         self._count = 0
+        self._taken: list[xgrammar.GrammarMatcher] = []
+        """While going along tokens that may be drawn: the matcher that accepted each."""
 
     def accept(self, token: int) -> None:
         """The token was sampled; raises ValueError if the grammar does not allow it."""
-        if not self._accept(token):
+        is_accepted = self._accept(token)
+        self._taken.clear()
+        if not is_accepted:
             raise ValueError(f"token {token} was sampled, which the grammar does not allow here")
 
     def _accept(self, token: int) -> bool:
-        if self._after:
-            self._find_start(token)
-        elif not self._matcher.accept_token(token):
+        text = self._texts[token] if token < len(self._texts) else b""
+        if self._phase is Phase.FREE:
+            self._find_end(self._seen + text)
+        elif not (self._take(self._matcher, token) if self._phase is Phase.FORM else self._open(token, text)):
             return False
         self._count += 1
         return True
 
+    def _take(self, matcher: xgrammar.GrammarMatcher, token: int) -> bool:
+        is_accepted: bool = matcher.accept_token(token)
+        if is_accepted:
+            self._taken.append(matcher)
+        return is_accepted
+
+    def _open(self, token: int, text: bytes) -> bool:
+        """Take a token of which it is not known whether it begins the free part or the form."""
+        seen = self._seen + text
+        early = self._early if self._early is not None and self._take(self._early, token) else None
+        rest = self._free.after_opening(seen)
+        if rest is None and text and self._free.may_open(seen):
+            self._seen, self._early = seen, early
+        elif early is not None:  # also a form that has the opening in it: that is the form of the whole output
+            self._phase, self._matcher, self._early = Phase.FORM, early, None
+        elif rest is not None:
+            self._phase, self._early = Phase.FREE, None
+            self._find_end(rest)
+        else:
+            return False
+        return True
+
+    def _find_end(self, text: bytes) -> None:
+        """The free part has this text; look for its end."""
+        if self._free.end_in(text):
+            self._phase = Phase.FORM
+        self._seen = self._free.tail(text)
+
     def fill(self, mask: NDArray[np.int32]) -> None:
         """Set the bits of the allowed next tokens; raises ValueError if there are none."""
         mask.fill(-1)
-        if self._after:
-            _clear(mask, self._end_ids)  # the grammar has not started
-        else:
+        if self._phase is Phase.FREE:
+            _clear(mask, self._end_ids)
+        elif self._phase is Phase.FORM:
             self._matcher.fill_next_token_bitmask(mask[None])
+        else:
+            if self._early is None:
+                mask.fill(0)
+            else:
+                self._early.fill_next_token_bitmask(mask[None])
+            _set(mask, self._free.continuing(self._seen))
         if not mask.any():
             raise ValueError(DEAD_END)
         if self._count < self._min_tokens:
@@ -165,14 +219,6 @@ class GrammarSequence:
             _clear(mask, self._stop_ids)
             if not mask.any():  # the form is complete: only stop tokens can follow, even before min_tokens
                 mask[:] = allowed
-
-    def _find_start(self, token: int) -> None:
-        text = self._texts[token] if token < len(self._texts) else b""
-        self._tail += text
-        if self._after in self._tail:
-            self._after = b""
-        else:
-            self._tail = self._tail[-len(self._after) :]
 
     # Along tokens that may be drawn next
 
@@ -185,9 +231,10 @@ class GrammarSequence:
 
         return self._walk(choose, masks)
 
-    def follow_certain(self, masks: NDArray[np.int32]) -> list[int]:
-        """`follow` along the tokens that the grammar leaves no choice about; there may be more of them than masks."""
-        deadline = time.process_time() + CERTAIN_SECONDS
+    def follow_certain(self, masks: NDArray[np.int32], seconds: float = CERTAIN_SECONDS) -> list[int]:
+        """`follow` along the tokens that the grammar leaves no choice about, for at most `seconds` of CPU time; there
+        may be more of them than masks."""
+        deadline = time.process_time() + seconds
         spare = np.empty((max(0, MOST_CERTAIN + 1 - len(masks)), masks.shape[1]), np.int32)
 
         def choose(place: int, mask: NDArray[np.int32]) -> int | None:
@@ -199,24 +246,22 @@ class GrammarSequence:
         self, choose: Callable[[int, NDArray[np.int32]], int | None], masks: Iterable[NDArray[np.int32]]
     ) -> list[int]:
         """Fill masks along the tokens that `choose` takes from each, then go back."""
-        before = self._after, self._tail, self._count
+        before = self._phase, self._seen, self._count, self._matcher, self._early
         run: list[int] = []
-        matched = 0
         try:
             for mask, following in itertools.pairwise(masks):
                 token = choose(len(run), mask)
-                is_matched = not self._after
                 if token is None or token in self._last_ids or not self._accept(token):
                     break
-                matched += is_matched
                 self.fill(following)
                 run.append(token)
         except (ValueError, RuntimeError):
             pass  # a dead end: an error only if the sequence gets there
         finally:
-            if matched:
-                self._matcher.rollback(matched)
-            self._after, self._tail, self._count = before
+            for matcher in {id(matcher): matcher for matcher in self._taken}.values():
+                matcher.rollback(sum(each is matcher for each in self._taken))
+            self._taken.clear()
+            self._phase, self._seen, self._count, self._matcher, self._early = before
         return run
 
     def _certain_token(self, mask: NDArray[np.int32]) -> int | None:
@@ -232,6 +277,11 @@ class GrammarSequence:
         longest = max(tokens, key=lambda token: len(self._texts[token]))
         text = self._texts[longest]
         return longest if all(text.startswith(self._texts[token]) for token in tokens) else None
+
+
+def _set(mask: NDArray[np.int32], tokens: NDArray[np.int64]) -> None:
+    tokens = tokens[tokens >> 5 < len(mask)]
+    np.bitwise_or.at(mask.view(np.uint32), tokens >> 5, np.uint32(1) << (tokens & 31).astype(np.uint32))
 
 
 def _clear(mask: NDArray[np.int32], tokens: NDArray[np.int64]) -> None:

@@ -78,6 +78,7 @@ class HarmonySplit(_Messages, ThinkSplit):
 
     opening = "<|start|>assistant"
     closing = "<|channel|>final<|message|>"
+    other_closings = ("<|channel|>final <|constrain|>json<|message|>",)
     needs_special_tokens = True
 
     def _run(self) -> Reads[None]:

@@ -6,17 +6,18 @@ from typing import Any
 
 import msgspec
 
-from quire.server.errors import as_decode_error, bad_request
-from quire.server.protocol.chat import (
+from quire.server.errors import bad_request
+from quire.server.protocol.chat import ChatRequest
+from quire.server.protocol.conversation import (
     ChatFunction,
     ChatMessage,
-    ChatRequest,
     ChatTool,
     FunctionCall,
     FunctionName,
     MessageToolCall,
     NamedTool,
 )
+from quire.server.protocol.fields import FieldReader
 from quire.server.protocol.messages import (
     ANTHROPIC_BLOCKS,
     AnthropicInputMessage,
@@ -36,10 +37,12 @@ _SAME_FIELDS = (
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
-def as_chat(request: CountTokensRequest) -> ChatRequest:
-    """The same request in the form of /v1/chat/completions."""
+def as_chat(request: CountTokensRequest, fields: FieldReader) -> ChatRequest:
+    """The same request in the form of /v1/chat/completions; `fields`: notes what has no effect."""
     request.check_fields()
-    messages = _messages(request)
+    if request.context_management is not None:
+        fields.ignore("context_management")
+    messages = _messages(request, fields)
     continues = messages[-1].role == "assistant"
     if continues and messages[-1].tool_calls:
         raise bad_request("messages ends with a tool_use: its tool_result must follow", "messages")
@@ -47,7 +50,7 @@ def as_chat(request: CountTokensRequest) -> ChatRequest:
         messages=messages,
         model=request.model,
         continue_final_message=continues or None,
-        tools=_tools(request),
+        tools=_tools(request, fields),
         tool_choice=_tool_choice(request),
         chat_template_kwargs=_template_kwargs(request),
     )
@@ -67,7 +70,7 @@ def as_chat(request: CountTokensRequest) -> ChatRequest:
     return chat
 
 
-def _messages(request: CountTokensRequest) -> list[ChatMessage]:
+def _messages(request: CountTokensRequest, fields: FieldReader) -> list[ChatMessage]:
     messages = []
     system = request.system
     if isinstance(system, list):
@@ -76,23 +79,29 @@ def _messages(request: CountTokensRequest) -> list[ChatMessage]:
         messages.append(ChatMessage(role="system", content=system))
     for index, message in enumerate(request.messages):
         where = f"messages[{index}].content"
-        blocks = _blocks(message, where)
+        blocks = _blocks(message, where, fields)
         if message.role == "assistant":
             messages.append(_assistant(blocks, where))
-        else:
-            messages += _user_messages(message.role, blocks, where)
+            continue
+        # Many templates accept a system message only at the beginning: later ones are read as the user's text.
+        role = "user" if messages else message.role
+        for each in _user_messages(role, blocks, where, fields):
+            if message.role == "system" and messages and messages[-1].role == each.role == "user":
+                messages[-1].content = f"{messages[-1].content}\n{each.content}"
+            else:
+                messages.append(each)
     return messages
 
 
-def _blocks(message: AnthropicInputMessage, where: str) -> list[Any]:
+def _blocks(message: AnthropicInputMessage, where: str, fields: FieldReader) -> list[Any]:
     if isinstance(message.content, str):
         return [AnthropicTextBlock(type="text", text=message.content)]
     if not message.content:
         raise bad_request(f"{where} is empty", where)
-    return [_block(block, f"{where}[{index}]") for index, block in enumerate(message.content)]
+    return [_block(block, f"{where}[{index}]", fields) for index, block in enumerate(message.content)]
 
 
-def _block(block: dict[str, Any], where: str) -> Any:
+def _block(block: dict[str, Any], where: str, fields: FieldReader) -> Any:
     name = block.get("type")
     if name == "redacted_thinking":
         return None  # encrypted, cannot be used
@@ -100,11 +109,7 @@ def _block(block: dict[str, Any], where: str) -> Any:
     if kind is None:
         known = ", ".join(ANTHROPIC_BLOCKS)
         raise bad_request(f"{where} is a block of type {str(name)[:80]!r}; supported: {known}", where)
-    try:
-        return msgspec.convert(block, kind)
-    except msgspec.ValidationError as error:
-        wrong = as_decode_error(error, {})
-        raise bad_request(f"{where}: {wrong.message}", f"{where}.{wrong.param}" if wrong.param else where) from None
+    return fields.convert(block, kind, where)
 
 
 def _assistant(blocks: list[Any], where: str) -> ChatMessage:
@@ -130,12 +135,12 @@ def _assistant(blocks: list[Any], where: str) -> ChatMessage:
     )
 
 
-def _user_messages(role: str, blocks: list[Any], where: str) -> list[ChatMessage]:
+def _user_messages(role: str, blocks: list[Any], where: str, fields: FieldReader) -> list[ChatMessage]:
     """Tool results and text as messages, in order."""
     messages: list[ChatMessage] = []
     for index, block in enumerate(blocks):
         if isinstance(block, AnthropicToolResultBlock):
-            text = _result_text(block, f"{where}[{index}].content")
+            text = _result_text(block, f"{where}[{index}].content", fields)
             messages.append(ChatMessage(role="tool", content=text, tool_call_id=block.tool_use_id))
         elif isinstance(block, AnthropicTextBlock):
             if messages and messages[-1].role == role:
@@ -147,11 +152,11 @@ def _user_messages(role: str, blocks: list[Any], where: str) -> list[ChatMessage
     return messages or [ChatMessage(role=role, content="")]
 
 
-def _result_text(block: AnthropicToolResultBlock, where: str) -> str:
+def _result_text(block: AnthropicToolResultBlock, where: str, fields: FieldReader) -> str:
     if block.content is None or isinstance(block.content, str):
         text = block.content or ""
     else:
-        parts = [_block(part, f"{where}[{index}]") for index, part in enumerate(block.content)]
+        parts = [_block(part, f"{where}[{index}]", fields) for index, part in enumerate(block.content)]
         for index, part in enumerate(parts):
             if not isinstance(part, AnthropicTextBlock):
                 raise bad_request(f"{where}[{index}] is not text; this server supports text only", where)
@@ -159,20 +164,23 @@ def _result_text(block: AnthropicToolResultBlock, where: str) -> str:
     return f"Error: {text}" if block.is_error else text
 
 
-def _tools(request: CountTokensRequest) -> list[ChatTool] | None:
-    return [
-        ChatTool(
-            function=ChatFunction(
-                name=tool.name, description=tool.description, parameters=tool.input_schema, strict=tool.strict
-            )
+def _tools(request: CountTokensRequest, fields: FieldReader) -> list[ChatTool] | None:
+    """The client's tools. Tools that Anthropic's own servers run are left out."""
+    tools = []
+    for index, tool in enumerate(request.tools or ()):
+        if tool.input_schema is None and tool.type not in (None, "custom"):
+            fields.ignore(f"tools[{index}].{tool.type}")
+            continue
+        function = ChatFunction(
+            name=tool.name, description=tool.description, parameters=tool.input_schema, strict=tool.strict
         )
-        for tool in request.tools or ()
-    ] or None
+        tools.append(ChatTool(function=function))
+    return tools or None
 
 
 def _tool_choice(request: CountTokensRequest) -> str | NamedTool | None:
     choice = request.tool_choice
-    if choice is None:
+    if choice is None or (choice.type in ("auto", "none") and not request.tools):
         return None
     if choice.type == "tool":
         return NamedTool(function=FunctionName(name=choice.name or ""))

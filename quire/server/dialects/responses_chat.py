@@ -4,23 +4,27 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
-
-from quire.server.errors import as_decode_error, bad_request
-from quire.server.protocol.chat import (
-    ChatFunction,
+from quire.server.dialects.responses_tools import OfferedTools, qualified
+from quire.server.errors import bad_request
+from quire.server.protocol.chat import ChatRequest
+from quire.server.protocol.conversation import (
+    AllowedTools,
     ChatMessage,
-    ChatRequest,
-    ChatTool,
+    CustomCall,
     FunctionCall,
     FunctionName,
     MessageToolCall,
     NamedTool,
 )
+from quire.server.protocol.fields import FieldReader
 from quire.server.protocol.responses import (
+    ENCRYPTED_REASONING,
     INPUT_ITEMS,
+    LOGPROBS,
     ResponseInputCall,
     ResponseInputCallOutput,
+    ResponseInputCustomCall,
+    ResponseInputCustomOutput,
     ResponseInputMessage,
     ResponseInputReasoning,
     ResponsesRequest,
@@ -37,14 +41,15 @@ _SAME_FIELDS = (
 """Fields with the same meaning in both."""
 
 
-def as_chat(request: ResponsesRequest, max_model_len: int) -> ChatRequest:
-    """The same request in the form of /v1/chat/completions."""
+def as_chat(request: ResponsesRequest, max_model_len: int, fields: FieldReader, tools: OfferedTools) -> ChatRequest:
+    """The same request in the form of /v1/chat/completions; `fields`: notes what has no effect."""
     request.check_fields()
+    _note_ignored(request, fields)
     chat = ChatRequest(
-        messages=_messages(request),
+        messages=_messages(request, fields),
         max_completion_tokens=request.max_output_tokens,
         response_format=_response_format(request),
-        tools=_tools(request),
+        tools=tools.tools,
         tool_choice=_tool_choice(request),
         reasoning_effort=None if request.reasoning is None else request.reasoning.effort,
         **{name: value for name in _SAME_FIELDS if (value := getattr(request, name)) is not None},
@@ -58,7 +63,15 @@ def as_chat(request: ResponsesRequest, max_model_len: int) -> ChatRequest:
     return chat
 
 
-def _messages(request: ResponsesRequest) -> list[ChatMessage]:
+def _note_ignored(request: ResponsesRequest, fields: FieldReader) -> None:
+    if request.context_management is not None:
+        fields.ignore("context_management")
+    for wanted in request.include or ():
+        if wanted not in (LOGPROBS, ENCRYPTED_REASONING):
+            fields.ignore(f"include.{wanted}")  # details of tools that other servers run
+
+
+def _messages(request: ResponsesRequest, fields: FieldReader) -> list[ChatMessage]:
     conversation = _Conversation()
     if request.instructions is not None:
         conversation.add_text("system", request.instructions)
@@ -68,25 +81,21 @@ def _messages(request: ResponsesRequest) -> list[ChatMessage]:
     if not request.input:
         raise bad_request("input is empty: at least one item is needed", "input")
     for index, item in enumerate(request.input):
-        conversation.add(_read_item(item, f"input[{index}]"), f"input[{index}]")
+        where = f"input[{index}]"
+        conversation.add(_read_item(item, where, fields), where)
     if not conversation.messages:
         raise bad_request("input has only reasoning: at least one message is needed", "input")
     return conversation.messages
 
 
-def _read_item(item: dict[str, Any], where: str) -> Any:
+def _read_item(item: dict[str, Any], where: str, fields: FieldReader) -> Any:
     name = item.get("type") or "message"
     kind = INPUT_ITEMS.get(name) if isinstance(name, str) else None
     if kind is None:
         known = ", ".join(INPUT_ITEMS)
         hint = "; nothing is stored" if name == "item_reference" else ""
         raise bad_request(f"{where} is of type {str(name)[:80]!r}{hint}; supported: {known}", where)
-    try:
-        return msgspec.convert(item, kind)
-    except msgspec.ValidationError as error:
-        wrong = as_decode_error(error, {})
-        path = f"{where}.{wrong.param}" if wrong.param else where
-        raise bad_request(f"{where}: {wrong.message}", path) from None
+    return fields.convert(item, kind, where)
 
 
 class _Conversation:
@@ -100,14 +109,20 @@ class _Conversation:
         if isinstance(item, ResponseInputReasoning):
             self._reasoning += [part.text for part in item.content or item.summary or ()]
         elif isinstance(item, ResponseInputCall):
-            call = MessageToolCall(function=FunctionCall(name=item.name, arguments=item.arguments), id=item.call_id)
-            message = self._assistant()
-            message.tool_calls = [*(message.tool_calls or ()), call]
-        elif isinstance(item, ResponseInputCallOutput):
+            function = FunctionCall(name=qualified(item.namespace, item.name), arguments=item.arguments)
+            self._add_call(MessageToolCall(function=function, id=item.call_id))
+        elif isinstance(item, ResponseInputCustomCall):
+            custom = CustomCall(name=qualified(item.namespace, item.name), input=item.input)
+            self._add_call(MessageToolCall(custom=custom, id=item.call_id))
+        elif isinstance(item, ResponseInputCallOutput | ResponseInputCustomOutput):
             text = _text(item.output, f"{where}.output")
             self.messages.append(ChatMessage(role="tool", content=text, tool_call_id=item.call_id))
         elif isinstance(item, ResponseInputMessage):
             self.add_text(item.role, _text(item.content, f"{where}.content"))
+
+    def _add_call(self, call: MessageToolCall) -> None:
+        message = self._assistant()
+        message.tool_calls = [*(message.tool_calls or ()), call]
 
     def add_text(self, role: str, text: str) -> None:
         """Add a text message."""
@@ -164,17 +179,13 @@ def _response_format(request: ResponsesRequest) -> ResponseFormat | None:
     return ResponseFormat(type="json_schema", json_schema=schema)
 
 
-def _tools(request: ResponsesRequest) -> list[ChatTool] | None:
-    return [
-        ChatTool(
-            function=ChatFunction(
-                name=tool.name, description=tool.description, parameters=tool.parameters, strict=tool.strict
-            )
-        )
-        for tool in request.tools or ()
-    ] or None  # clients may send an empty list
-
-
 def _tool_choice(request: ResponsesRequest) -> str | NamedTool | None:
     choice = request.tool_choice
-    return NamedTool(function=FunctionName(name=choice.name)) if isinstance(choice, ResponseToolChoice) else choice
+    if not isinstance(choice, ResponseToolChoice):
+        return choice
+    if choice.type == "allowed_tools":
+        allowed = AllowedTools(tools=choice.tools or [], mode=choice.mode or "auto")
+        return NamedTool(type="allowed_tools", allowed_tools=allowed)
+    if not choice.name:
+        raise bad_request(f"tool_choice of type {choice.type} needs a name", "tool_choice.name")
+    return NamedTool(function=FunctionName(name=choice.name))

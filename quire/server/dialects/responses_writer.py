@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from quire.output.parsers.deltas import CallArguments, CallEnd, CallStart, Content, Delta, Reasoning
+from quire.server.dialects.responses_tools import OfferedTools, custom_input
 from quire.server.errors import ApiError
 from quire.server.protocol.chat import TokenLogprob
 from quire.server.protocol.common import Usage
@@ -17,6 +18,8 @@ from quire.server.protocol.response_events import (
     ResponseArgumentsDone,
     ResponseCompleted,
     ResponseCreated,
+    ResponseCustomInputDelta,
+    ResponseCustomInputDone,
     ResponseEvent,
     ResponseFailed,
     ResponseIncomplete,
@@ -36,6 +39,7 @@ from quire.server.protocol.responses import (
     ResponseInputTokensDetails,
     ResponseObject,
     ResponseOutputCall,
+    ResponseOutputCustomCall,
     ResponseOutputItem,
     ResponseOutputMessage,
     ResponseOutputReasoning,
@@ -55,6 +59,9 @@ def new_response(request: ResponsesRequest, response_id: str, created: int, mode
         given = msgspec.structs.asdict(request.text.format)
         text = {"format": {name: value for name, value in given.items() if value is not None}}
     scalars = given_scalars(request)
+    choice: Any = request.tool_choice or "auto"
+    if not isinstance(choice, str):
+        choice = {name: value for name, value in msgspec.to_builtins(choice).items() if value is not None}
     return ResponseObject(
         id=response_id,
         created_at=created,
@@ -67,8 +74,8 @@ def new_response(request: ResponsesRequest, response_id: str, created: int, mode
         reasoning=request.reasoning,
         temperature=scalars.get("temperature"),
         text=text,
-        tool_choice=request.tool_choice or "auto",
-        tools=request.tools or [],
+        tool_choice=choice,
+        tools=[_as_returned(tool) for tool in request.tools or ()],
         top_logprobs=request.top_logprobs or 0,
         top_p=scalars.get("top_p"),
         truncation=request.truncation or "disabled",
@@ -79,8 +86,9 @@ def new_response(request: ResponsesRequest, response_id: str, created: int, mode
 class ResponseWriter:
     """Builds a response from deltas and returns the events of each change, which are ignored without streaming."""
 
-    def __init__(self, response: ResponseObject) -> None:
+    def __init__(self, response: ResponseObject, tools: OfferedTools) -> None:
         self.response = response
+        self._tools = tools
         self._events: list[ResponseEvent] = []
         self._sequence = 0
         self._text: list[str] = []
@@ -106,7 +114,8 @@ class ResponseWriter:
                 self._add_call(delta)
             elif isinstance(delta, CallArguments):
                 self._text.append(delta.text)
-                self._emit(ResponseArgumentsDelta(**self._position, delta=delta.text))
+                if isinstance(self._item, ResponseOutputCall):
+                    self._emit(ResponseArgumentsDelta(**self._position, delta=delta.text))
             elif isinstance(delta, CallEnd):
                 self._close("completed" if delta.complete else "incomplete")
         if deltas:
@@ -164,7 +173,7 @@ class ResponseWriter:
         self._emit(ResponseReasoningDelta(**self._position, delta=text))
 
     def _add_call(self, start: CallStart) -> None:
-        self._open(ResponseOutputCall(_new_id("fc"), "in_progress", start.id, start.name, ""))
+        self._open(self._tools.item_of(start))
 
     def _open(self, item: ResponseOutputItem) -> None:
         self._close("completed")
@@ -194,6 +203,12 @@ class ResponseWriter:
             self._emit(
                 ResponseReasoningDone(**self._position, text=text), ResponsePartDone(**self._position, part=reasoning)
             )
+        elif isinstance(item, ResponseOutputCustomCall):
+            item.input = custom_input(text)
+            self._emit(
+                ResponseCustomInputDelta(**self._position, delta=item.input),
+                ResponseCustomInputDone(**self._position, input=item.input),
+            )
         else:
             item.arguments = text
             self._emit(ResponseArgumentsDone(**self._position, name=item.name, arguments=text))
@@ -219,9 +234,16 @@ class ResponseWriter:
 
 def _copy(item: ResponseOutputItem) -> ResponseOutputItem:
     """A snapshot: events are encoded after the item may have changed."""
-    if isinstance(item, ResponseOutputCall):
+    if isinstance(item, ResponseOutputCall | ResponseOutputCustomCall):
         return msgspec.structs.replace(item)
     return msgspec.structs.replace(item, content=list(item.content))
+
+
+def _as_returned(tool: dict[str, Any]) -> dict[str, Any]:
+    """A tool as responses repeat it: a function with all of its fields."""
+    if tool.get("type", "function") != "function":
+        return tool
+    return {"type": "function", "description": None, "parameters": None, "strict": None, **tool}
 
 
 def _new_id(kind: str) -> str:

@@ -92,6 +92,7 @@ class HubEngine:
             case ipc.EngineReady():
                 self.info = engine_info(message, self._files, self._model)
                 self.on_ready()
+                self.send(messages.KeysFollow(message.key_root))
             case messages.StartFront():
                 raise RuntimeError("unexpected second StartFront message")
             case _:
@@ -154,6 +155,11 @@ class FrontLLM(AsyncLLM):
         made._open_model(config, files, model, spares_torch=True)
         made._numbers = itertools.count(first_id)
         return made
+
+    @property
+    def is_hopeful(self) -> bool:
+        """Whether a request can be computed, if not at once."""
+        return self._hub.state.is_hopeful
 
     def _make_group(self, files: ModelFiles, model: ModelConfig) -> EngineGroup:
         alone = dataclasses.replace(self.config, data_parallel_size=1, enable_expert_parallel=False)

@@ -65,6 +65,7 @@ class FrontProcess:
         self.snapshot = MetricsSnapshot()
         """What it had counted when it was last asked."""
         self._fronts = fronts
+        self._key_root = start.ready.key_root
         loop = asyncio.get_running_loop()
         self.ready: asyncio.Future[None] = loop.create_future()
         self.closed: asyncio.Future[None] = loop.create_future()
@@ -133,11 +134,18 @@ class FrontProcess:
         llm = self._fronts.context.llm
         match message:
             case ipc.Add(request=request):
-                llm.relay.add(request, frame(payload), self)
+                if self._key_root != llm.info.keys.root():  # of weights that have been replaced
+                    request.keys = []
+                    payload = ipc.encode(message)
+                else:
+                    payload = frame(payload)
+                llm.relay.add(request, payload, self)
+            case messages.KeysFollow(root=root):
+                self._key_root = root
             case ipc.Abort(id=key):
-                llm.relay.send(key, message)
-            case ipc.Finish(key=(key, _)):
-                llm.relay.send(key, message)
+                llm.relay.abort(key)
+            case ipc.Finish():
+                llm.relay.finish(message)
             case ipc.SessionCall():
                 self._run(self._call_sessions(message))
             case messages.SendSessionOp(key=key, op=op):
@@ -294,7 +302,8 @@ class Fronts:
 
     def _state(self) -> messages.HubState:
         supervisor = self.context.supervisor
-        return messages.HubState(supervisor.is_serving, supervisor.status, supervisor.retry_after)
+        hopeful = self.context.llm.is_hopeful
+        return messages.HubState(supervisor.is_serving, hopeful, supervisor.status, supervisor.retry_after)
 
     async def _report_state(self) -> None:
         """Tell fronts when an engine has died or been restarted."""

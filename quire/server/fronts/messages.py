@@ -19,6 +19,8 @@ class HubState(msgspec.Struct, tag=True):
     """The state of the engines; sent when it has changed."""
 
     is_serving: bool
+    is_hopeful: bool
+    """Whether requests are accepted, though they may have to wait for an engine."""
     status: str
     retry_after: int
 
@@ -68,6 +70,12 @@ class FrontReady(msgspec.Struct, tag=True):
     """The front accepts requests."""
 
 
+class KeysFollow(msgspec.Struct, tag=True):
+    """Requests that follow have content keys of this root: the front has taken an `EngineReady`."""
+
+    root: bytes
+
+
 class FrontMetrics(msgspec.Struct, tag=True):
     """Answers `GetFrontMetrics`."""
 
@@ -91,7 +99,7 @@ class SendSessionOp(msgspec.Struct, tag=True):
     op: SessionOp
 
 
-ToHub = Union[ipc.Down, FrontReady, FrontMetrics, RouteCall, SendSessionOp]
+ToHub = Union[ipc.Down, FrontReady, KeysFollow, FrontMetrics, RouteCall, SendSessionOp]
 
 _encode = msgspec.msgpack.Encoder().encode
 _to_front = msgspec.msgpack.Decoder(ToFront)

@@ -6,29 +6,20 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
 from quire.api.async_llm import AsyncLLM
+from quire.api.request_recovery import pauses
 from quire.engine.engine_info import EngineInfo
 from quire.errors import EngineDeadError
 from quire.server.lifecycle.health_probe import IDLE_SECONDS, HealthProbe, HealthReporter
 
 logger = logging.getLogger(__name__)
 
-LONGEST_PAUSE_SECONDS = 30.0
 PROBE_SECONDS = 5.0
 """How often an engine with open requests is probed."""
-
-
-def pauses() -> Iterator[float]:
-    """Seconds to wait before each restart attempt: none, then 1, doubling each time."""
-    yield 0.0
-    seconds = 1.0
-    while True:
-        yield min(seconds, LONGEST_PAUSE_SECONDS)
-        seconds = min(2 * seconds, LONGEST_PAUSE_SECONDS)
+RELOAD_POLL_SECONDS = 0.05
 
 
 @dataclass(frozen=True)
@@ -43,6 +34,13 @@ class SupervisedEngine(HealthReporter, Protocol):
     """A supervised engine: `AsyncLLM`, or one of its replicas."""
 
     is_shut: bool
+    is_supervised: bool
+
+    @property
+    def is_reloading(self) -> bool: ...
+
+    @property
+    def failures(self) -> int: ...
 
     @property
     def info(self) -> EngineInfo: ...
@@ -57,13 +55,13 @@ class SupervisedEngine(HealthReporter, Protocol):
 
     async def restart(self, only_if_dead: bool = False) -> None: ...
 
-    def kill_engine(self, reason: str) -> None: ...
+    def end_engine(self, reason: str) -> None: ...
 
 
 class Supervisor:
     """Restarts an engine that died, kills one that hangs, and reports its state.
 
-    `AsyncLLM` has already failed the requests that were open when the engine died.
+    `AsyncLLM` keeps the requests that were open when the engine died, and sends them to its successor.
     """
 
     def __init__(
@@ -75,8 +73,8 @@ class Supervisor:
         place: str = "",
     ) -> None:
         """`stall_seconds`: a step may take this long before the engine counts as unhealthy. `hang_timeout`: and this
-        long before its process is killed; 0: never. `settled_seconds`: an engine that served this long is restarted
-        without a pause. `place`: which of several engines it is, for the log.
+        long before its process is killed; 0: never. `settled_seconds`: an engine that served this long, or that has
+        yielded a token, is restarted without a pause. `place`: which of several engines it is, for the log.
         """
         self._llm = llm
         self._probe = HealthProbe(llm, stall_seconds)
@@ -103,11 +101,13 @@ class Supervisor:
 
     def start(self) -> None:
         """Start supervising, in the running event loop."""
+        self._llm.is_supervised = True
         self._tasks = [asyncio.ensure_future(work) for work in (self._restart_when_dead(), self._watch_for_hangs())]
 
     async def stop(self) -> None:
-        """Stop supervising: an engine that dies from now on is not restarted."""
+        """Stop supervising: an engine that dies from now on is not restarted by this object."""
         self._probe.stop()
+        self._llm.is_supervised = False
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -125,6 +125,8 @@ class Supervisor:
         """The state of the engine, as a sentence."""
         if self.is_serving:
             return "serving"
+        if self._llm.is_reloading:
+            return "the engine is being reloaded"
         cause = self._cause or str(self._llm.dead_error)
         return f"{cause}; {self._remedy}" if self._remedy else cause
 
@@ -138,7 +140,7 @@ class Supervisor:
         if self.is_serving:
             await self._probe.probe(IDLE_SECONDS)
         if not self.is_serving:
-            return Health(False, self.status)
+            return Health(self._llm.is_reloading, self.status)
         if self._probe.stalled_seconds >= self._probe.stall_limit:
             return Health(False, self._describe_stall())
         return Health(True, self.status)
@@ -155,8 +157,13 @@ class Supervisor:
             self._cause = await self._llm.wait_until_dead()
             if self._llm.is_shut:
                 return
+            while self._llm.is_reloading:
+                await asyncio.sleep(RELOAD_POLL_SECONDS)
+            if not self._llm.errored:
+                self._cause = ""
+                continue
             logger.error("%s", self._cause)
-            if time.monotonic() - self._ready_at >= self._settled_seconds:
+            if time.monotonic() - self._ready_at >= self._settled_seconds or self._llm.failures == 1:
                 self._pauses = pauses()
             while self._llm.errored and not self._llm.is_shut:
                 await self._restart(next(self._pauses))
@@ -195,7 +202,7 @@ class Supervisor:
                 logger.warning("%s%s", self._at, self._describe_stall())
             is_reported = stalled >= self._probe.stall_limit
             if self._hang_timeout and stalled >= self._hang_timeout:
-                self._llm.kill_engine(f"the engine was killed: {self._describe_stall()}")
+                self._llm.end_engine(f"the engine was killed: {self._describe_stall()}")
 
 
 class ReplicaSupervisor:

@@ -90,6 +90,7 @@ def access_fields(record: HttpRecord) -> dict[str, Any]:
         "duration_ms": _milliseconds(record.seconds),
         "request_id": record.request_id,
         "tenant": record.tenant or None,
+        "ignored": ",".join(record.ignored) or None,
     }
     if record.generations:
         fields |= {

@@ -48,7 +48,11 @@ METHODS = frozenset(("GET", "POST", "PUT", "DELETE", "PATCH", "HEAD", "OPTIONS")
 CLIENT_DISCONNECTED = 499
 """Status recorded if the client disconnected before there was one."""
 REQUEST_TYPES = {"/v1/chat/completions": "chat_completions", "/v1/responses": "responses"}
+MOST_FIELD_LABELS = 64
+"""Names of ignored fields that are counted separately."""
 FINISH_REASONS = ("stop", "length", "abort", "error", "repetition")
+PROMPT_SOURCES = ("local_compute", "local_cache_hit", "external_kv_transfer")
+"""vLLM's; the last stays zero: KV does not come from other servers."""
 ENDED_WELL = ("stop", "length")
 GAPS = "inter_token_latency_seconds"
 ENGINE_HISTOGRAMS = frozenset(spec.name for spec in ENGINE_METRICS if spec.kind == "histogram")
@@ -65,6 +69,9 @@ class MeasuredEngine(MetricsSource, Protocol):
 
     @property
     def token_times(self) -> TokenTimes: ...
+
+    @property
+    def num_resumed(self) -> int: ...
 
 
 class RejectionCounter(Protocol):
@@ -100,7 +107,7 @@ class ServerMetrics:
         self._bounds = {spec.name: by_length if spec.bounds == BY_MODEL_LENGTH else spec.bounds for spec in ALL_METRICS}
         self._counts: dict[str, dict[Labels, float]] = {
             "request_success": {(reason,): 0.0 for reason in FINISH_REASONS},
-            "prompt_tokens_by_source": {("local_compute",): 0.0, ("local_cache_hit",): 0.0},
+            "prompt_tokens_by_source": {(source,): 0.0 for source in PROMPT_SOURCES},
             "prompt_tokens": {(): 0.0},
             "prompt_tokens_cached": {(): 0.0},
         }
@@ -143,10 +150,17 @@ class ServerMetrics:
         method = record.method if record.method in METHODS else "other"
         status = record.status or CLIENT_DISCONNECTED
         self._count("http_responses", 1, record.handler, method, str(status))
+        for name in record.ignored:
+            self._count("request_fields_ignored", 1, self._field_label(name))
         if record.handler not in ROUTINE_PATHS:
             self._count("http_requests", 1, record.handler, method, f"{status // 100}xx")
             self._observe("http_request_duration_seconds", record.seconds, record.handler, method)
             self._observe("http_request_duration_highr_seconds", record.seconds)
+
+    def _field_label(self, name: str) -> str:
+        """The name itself, while there are few: clients must not be able to add any number of label values."""
+        known = self._counts.setdefault("request_fields_ignored", {})
+        return name if (name,) in known or len(known) < MOST_FIELD_LABELS else "other"
 
     def on_tool_parse(self, is_streamed: bool, has_calls: bool, path: str) -> None:
         """An answer has been parsed for tool calls."""
@@ -175,6 +189,7 @@ class ServerMetrics:
             self._observe("request_time_per_output_token_seconds", decode / (longest - 1))
         self._observe("request_generation_tokens", tokens)
         self._observe("request_max_num_generation_tokens", longest)
+        self._observe("request_num_preemptions", metrics.preemptions)
         self._observe("request_params_n", record.params.n)
         if record.params.max_tokens is not None:
             self._observe("request_params_max_tokens", record.params.max_tokens)
@@ -256,6 +271,8 @@ class ServerMetrics:
         match name:
             case "generation_tokens":
                 return {(): self._llm.token_times.tokens}
+            case "requests_resumed":
+                return {(): self._llm.num_resumed}
             case "requests_rejected":
                 return {} if self._admission is None else {(key,): n for key, n in self._admission.rejected.items()}
         return self._counts.get(name, {})

@@ -151,6 +151,8 @@ class HttpRecord:
     ended: float = 0.0
     status: int = 0
     """0: the client disconnected before there was one."""
+    ignored: Sequence[str] = ()
+    """Fields of the body that had no effect; names of printable ASCII characters."""
     generations: list[GenerationRecord] = field(default_factory=list)
 
     @property
@@ -252,6 +254,7 @@ class Observer:
             current_record.reset(token)
             record.handler = scope.get(ROUTE, "none")
             record.request_id, record.tenant, record.status = exchange.id, exchange.tenant, exchange.status
+            record.ignored = exchange.fields.ignored
             record.ended = time.monotonic()
             for listener in self.http_listeners:
                 listener.on_http(record)

@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, Union
+from typing import Annotated, Any, ClassVar, Union
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
 from quire.errors import short_repr
 from quire.server.errors import bad_request
-from quire.server.protocol.common import HINTS, Body, RequestTimings, Usage, check_conversation, check_free_form
+from quire.server.protocol.common import RequestTimings, Usage, check_conversation, check_free_form
+from quire.server.protocol.conversation import (
+    AllowedTools,
+    ChatFunction,
+    ChatMessage,
+    ChatTool,
+    FunctionName,
+    NamedTool,
+    ReasoningSwitch,
+    ThinkingSwitch,
+)
 from quire.server.protocol.sampling import GenerationFields, structured_output_names
 from quire.server.protocol.values import (
     NOT_EMPTY,
+    Hint,
     Logprobs,
-    Name,
     OutputLimit,
-    Part,
     TemplateVariables,
     ToolChoice,
     schema,
@@ -26,90 +35,12 @@ from quire.server.protocol.values import (
 MAX_TOOLS = 256
 
 
-class FunctionCall(Body):
-    """The function of a tool call and its arguments."""
-
-    name: str
-    arguments: str | None = None
-    """JSON."""
-
-
-class MessageToolCall(Body):
-    """A tool call in an assistant's message."""
-
-    function: FunctionCall
-    id: str | None = None
-    type: Literal["function"] | None = None
-    index: int | None = None
-
-
-class ChatMessage(Body):
-    """One message of a conversation."""
-
-    role: Name
-    content: str | list[Part] | None = None
-    name: str | None = None
-    tool_calls: list[MessageToolCall] | None = None
-    tool_call_id: str | None = None
-    reasoning: str | None = None
-    reasoning_content: str | None = None
-    """Another name of `reasoning`."""
-    refusal: str | None = None
-    annotations: list[Any] | None = None
-    audio: None = None
-    function_call: None = None
-
-    def as_dict(self) -> dict[str, Any]:
-        """As chat templates expect it."""
-        fields = {name: value for name in self.__struct_fields__ if (value := getattr(self, name)) is not None}
-        fields.pop("annotations", None)
-        fields.pop("refusal", None)
-        reasoning = fields.pop("reasoning_content", None)
-        if reasoning is not None:
-            fields.setdefault("reasoning", reasoning)
-        if self.tool_calls is not None:
-            fields["tool_calls"] = [
-                {"id": call.id or "", "type": "function",
-                 "function": {"name": call.function.name, "arguments": call.function.arguments or "{}"}}
-                for call in self.tool_calls
-            ]  # fmt: skip
-        return fields
-
-
-class ChatFunction(Body):
-    """A tool's name, description, and parameters as a JSON schema."""
-
-    name: Name
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class ChatTool(Body):
-    """A tool the model may call."""
-
-    function: ChatFunction
-    type: Literal["function"] = "function"
-
-
-class FunctionName(Body):
-    name: str
-
-
-class NamedTool(Body):
-    """The tool that must be called."""
-
-    function: FunctionName
-    type: Literal["function"] = "function"
-
-
 class ChatRequest(GenerationFields, kw_only=True):
     """The body of /v1/chat/completions."""
 
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **GenerationFields.neutral,
         "modalities": (["text"],),
-        "echo": (False,),
         "add_special_tokens": (False,),
     }
 
@@ -118,11 +49,19 @@ class ChatRequest(GenerationFields, kw_only=True):
     max_completion_tokens: OutputLimit | None = None
     logprobs: bool | None = None
     top_logprobs: Logprobs | None = None
-    tools: Annotated[list[ChatTool], schema(minItems=1, maxItems=MAX_TOOLS)] | None = None
+    tools: Annotated[list[ChatTool], schema(maxItems=MAX_TOOLS)] | None = None
     tool_choice: Union[ToolChoice, NamedTool, None] = None
+    functions: Annotated[list[ChatFunction], schema(maxItems=MAX_TOOLS)] | None = None
+    """An older form of `tools`."""
+    function_call: Union[ToolChoice, FunctionName, None] = None
+    """An older form of `tool_choice`."""
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
-    """Passed to the chat template; "none" also sets enable_thinking to false."""
+    """Passed to the chat template; "none" also sets enable_thinking to false, and all others set it to true."""
+    thinking: Union[bool, ThinkingSwitch, None] = None
+    """Other forms of the same switch, as are the next two."""
+    enable_thinking: bool | None = None
+    reasoning: ReasoningSwitch | None = None
     include_reasoning: bool | None = None
     """False: leave the reasoning out of the response."""
     add_generation_prompt: bool | None = None
@@ -131,17 +70,65 @@ class ChatRequest(GenerationFields, kw_only=True):
     chat_template_kwargs: TemplateVariables | None = None
     documents: list[dict[str, Any]] | None = None
 
-    modalities: list[str] | None = None
     echo: bool | None = None
+    """Begin the answer with the last message, if it has the role of the answer."""
+    return_prompt_text: bool | None = None
+    """Return the text that the chat template made."""
+
+    modalities: list[str] | None = None
     add_special_tokens: bool | None = None
-    verbosity: None = None
-    functions: None = None
-    function_call: None = None
+    verbosity: Hint = None
     audio: None = None
     prediction: None = None
     web_search_options: None = None
 
-    hints: ClassVar[Mapping[str, str]] = HINTS
+    def __post_init__(self) -> None:
+        """Turn other spellings into the usual one."""
+        if self.functions and not self.tools:
+            self.tools = [ChatTool(function=function) for function in self.functions]
+        if isinstance(self.function_call, FunctionName):
+            self.tool_choice = NamedTool(function=self.function_call)
+        elif self.function_call is not None and self.tool_choice is None:
+            self.tool_choice = self.function_call
+        self.tools = self.tools or None
+        if isinstance(self.tool_choice, NamedTool) and self.tool_choice.type == "allowed_tools":
+            self._keep_allowed(self.tool_choice.allowed_tools)
+
+    def _keep_allowed(self, allowed: AllowedTools | None) -> None:
+        if allowed is None or not allowed.tools:
+            raise bad_request("tool_choice of type allowed_tools needs allowed_tools.tools", "tool_choice")
+        names, offered = allowed.names, {tool.function.name: tool for tool in self.tools or ()}
+        if missing := next((name for name in names if name not in offered), None):
+            raise bad_request(f"tool_choice allows {short_repr(missing)}, which is not among tools", "tool_choice")
+        self.tools = [tool for name, tool in offered.items() if name in names]
+        self.tool_choice = allowed.mode
+
+    @property
+    def thinks(self) -> bool | None:
+        """Whether the model is asked to reason first, in whatever form; None: not said."""
+        if self.enable_thinking is not None:
+            return self.enable_thinking
+        if isinstance(self.thinking, bool):
+            return self.thinking
+        if isinstance(self.thinking, ThinkingSwitch) and self.thinking.type in ("enabled", "disabled"):
+            return self.thinking.type == "enabled"
+        if self.reasoning is not None and self.reasoning.enabled is not None:
+            return self.reasoning.enabled
+        effort = self.effort
+        return None if effort is None else effort != "none"
+
+    @property
+    def effort(self) -> str | None:
+        """How much the model is asked to reason; None: not said."""
+        if self.reasoning_effort is not None or self.reasoning is None:
+            return self.reasoning_effort
+        return self.reasoning.effort
+
+    @property
+    def keeps_reasoning(self) -> bool:
+        """Whether the response has the reasoning."""
+        is_excluded = self.reasoning is not None and self.reasoning.exclude
+        return self.include_reasoning is not False and not is_excluded
 
     @property
     def client_names(self) -> Mapping[str, str]:
@@ -163,7 +150,7 @@ class ChatRequest(GenerationFields, kw_only=True):
         limit, name = self.token_limit
         if limit is not None and limit < 1:
             raise bad_request(f"{name} must be an integer at least 1, got {limit}", name)
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise bad_request("top_logprobs needs logprobs=true", "top_logprobs")
         if self.use_beam_search and self.top_logprobs:
             raise bad_request(
@@ -171,6 +158,8 @@ class ChatRequest(GenerationFields, kw_only=True):
             )
         check_free_form("chat_template_kwargs", self.chat_template_kwargs)
         check_conversation("documents", self.documents)
+        calls = (call for message in self.messages for call in message.tool_calls or ())
+        check_conversation("messages", *(call.function.arguments for call in calls if call.function is not None))
         self._check_tools()
 
     def _check_tools(self) -> None:

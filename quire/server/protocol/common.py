@@ -26,44 +26,33 @@ MAX_METADATA_ENTRIES = 64
 MAX_METADATA_CHARACTERS = 1 << 15
 FEW_PROMPTS = 16
 
-_INSTEAD = "use structured_outputs or response_format"
 HINTS: Mapping[str, str] = {
-    **dict.fromkeys(
-        ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_decoding_backend",
-         "guided_whitespace_pattern"), _INSTEAD,
-    ),
     "best_of": "request n sequences and choose among them",
     "logits_processors": "they are configured with --logits-processors, and read vllm_xargs",
-    "functions": "use tools",
-    "function_call": "use tool_choice",
+    "guided_whitespace_pattern": "use structured_outputs with disable_any_whitespace",
     "suffix": "the model completes only at the end",
     "audio": "answers are text",
     "modalities": "answers are text",
     "prediction": "leave it out",
     "web_search_options": "the server does not access the web; give a search tool in tools",
-    "store": "nothing is stored; send false or leave it out",
     "thinking_token_budget": "leave it out",
     "mm_processor_kwargs": "the model reads text only",
     "media_io_kwargs": "the model reads text only",
     "prompt_embeds": "send text or token ids",
-    "max_tokens_per_doc": "leave it out",
-    "reasoning": "set the template's variable in chat_template_kwargs, such as enable_thinking",
-    "echo": "only /v1/completions can echo",
     "logprob_token_ids": "use logprobs, which returns the likeliest tokens",
     "repetition_detection": "use repetition_penalty or stop",
-    "stream_interval": "each token is an event, unless the client reads slowly",
-    "return_prompt_text": "use return_token_ids, and /detokenize the prompt's",
     "kv_transfer_params": "KV transfer between servers is not supported",
     "ec_transfer_params": "KV transfer between servers is not supported",
-}  # fmt: skip
-"""What to use instead of fields that other servers accept and this one refuses."""
+}
+"""What to use instead of fields that would change the answer and are not supported."""
 
 
 class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A request's body. Unknown fields are refused, null always means the default, and a field of type None is
-    one that other servers accept and this one refuses."""
+    """A request's body, or an object in it, read by the rule of `quire.server.protocol.fields`. Null always means the
+    default; a field of type None would change the answer and is refused."""
 
-    hints: ClassVar[Mapping[str, str]] = HINTS
+    hints: ClassVar[Mapping[str, str]] = {}
+    """Refused fields, and what to use instead of each."""
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
     """Fields that are accepted only with these values, which have no effect."""
     long_texts: ClassVar[frozenset[str]] = frozenset({"prompt", "input", "instructions", "system", "chat_template"})

@@ -12,6 +12,7 @@ from quire.server.protocol.common import HINTS, Body, check_conversation, check_
 from quire.server.protocol.sampling import structured_output_names, with_scalars
 from quire.server.protocol.values import (
     NOT_EMPTY,
+    Hint,
     ModelName,
     Name,
     OutputLimit,
@@ -27,21 +28,13 @@ from quire.server.protocol.values import (
 # Requests
 
 
-class AnthropicCacheControl(Body):
-    """Accepted, without effect: prefix caching is automatic."""
-
-    type: Literal["ephemeral"] = "ephemeral"
-    ttl: str | None = None
-    scope: str | None = None
-
-
 class AnthropicTextBlock(Body):
     """Text."""
 
     type: Literal["text"]
     text: str
-    cache_control: AnthropicCacheControl | None = None
-    citations: None = None
+    cache_control: Hint = None
+    citations: Hint = None
 
 
 class AnthropicToolUseBlock(Body):
@@ -51,8 +44,8 @@ class AnthropicToolUseBlock(Body):
     id: str
     name: str
     input: dict[str, Any]
-    cache_control: AnthropicCacheControl | None = None
-    caller: dict[str, Any] | None = None
+    cache_control: Hint = None
+    caller: Hint = None
 
 
 class AnthropicToolResultBlock(Body):
@@ -62,7 +55,7 @@ class AnthropicToolResultBlock(Body):
     tool_use_id: str
     content: Union[str, list[dict[str, Any]], None] = None
     is_error: bool | None = None
-    cache_control: AnthropicCacheControl | None = None
+    cache_control: Hint = None
 
 
 class AnthropicThinkingBlock(Body):
@@ -95,13 +88,21 @@ class AnthropicTool(Body):
     """A tool the model may call."""
 
     name: Name
-    input_schema: dict[str, Any]
-    type: Literal["custom"] | None = None
+    input_schema: dict[str, Any] | None = None
+    type: str | None = None
+    """Without a schema: a tool that Anthropic's servers run, which is left out."""
     description: str | None = None
     strict: bool | None = None
-    cache_control: AnthropicCacheControl | None = None
-    eager_input_streaming: bool | None = None
-    """Accepted: arguments are always streamed."""
+    cache_control: Hint = None
+    eager_input_streaming: Hint = None
+    """Arguments are always streamed."""
+    defer_loading: Hint = None
+    input_examples: Hint = None
+    allowed_callers: Hint = None
+    max_uses: Hint = None
+    allowed_domains: Hint = None
+    blocked_domains: Hint = None
+    user_location: Hint = None
 
 
 class AnthropicToolChoice(Body):
@@ -118,7 +119,7 @@ class AnthropicThinking(Body):
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: int | None = None
     """Part of max_tokens, which is the limit that is enforced."""
-    display: str | None = None
+    display: Hint = None
 
 
 class AnthropicOutputFormat(Body):
@@ -135,8 +136,7 @@ class AnthropicOutputConfig(Body):
 
 
 class MessagesMetadata(Body):
-    user_id: str | None = None
-    """Accepted, without effect."""
+    user_id: Hint = None
 
 
 class CountTokensRequest(Body):
@@ -146,7 +146,6 @@ class CountTokensRequest(Body):
         **HINTS,
         "mcp_servers": "the server does not call tools; give them in tools",
         "container": "the server runs no code",
-        "context_management": "send the messages the model should see",
         "n": "a response is one sequence",
         "stop": "use stop_sequences",
     }
@@ -158,10 +157,11 @@ class CountTokensRequest(Body):
     tool_choice: AnthropicToolChoice | None = None
     thinking: AnthropicThinking | None = None
     output_config: AnthropicOutputConfig | None = None
-    cache_control: AnthropicCacheControl | None = None
+    cache_control: Hint = None
     chat_template_kwargs: TemplateVariables | None = None
+    context_management: Hint = None
+    """Ignored, and said: the model reads the messages as they are sent."""
     mcp_servers: None = None
-    context_management: None = None
 
     @property
     def client_names(self) -> Mapping[str, str]:
@@ -190,13 +190,13 @@ class CountTokensRequest(Body):
 class MessagesRequest(CountTokensRequest, kw_only=True):
     """The body of /v1/messages."""
 
-    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {"service_tier": ("auto", "standard_only")}
-
     max_tokens: OutputLimit
     stop_sequences: StopList | None = None
     stream: bool | None = None
     metadata: MessagesMetadata | None = None
-    service_tier: str | None = None
+    service_tier: Hint = None
+    inference_geo: Hint = None
+    speed: Hint = None
 
     seed: Seed | None = None
     priority: Priority | None = None
@@ -205,7 +205,6 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
     request_id: RequestId | None = None
 
     container: None = None
-    inference_geo: None = None
 
     def check_fields(self) -> None:
         """Check what the types cannot express; raises 400."""

@@ -101,6 +101,14 @@ class ResponseArgumentsDone(_ItemEvent, tag="response.function_call_arguments.do
     arguments: str
 
 
+class ResponseCustomInputDelta(_ItemEvent, tag="response.custom_tool_call_input.delta", kw_only=True):
+    delta: str
+
+
+class ResponseCustomInputDone(_ItemEvent, tag="response.custom_tool_call_input.done", kw_only=True):
+    input: str
+
+
 AnyResponseEvent = Union[
     ResponseCreated,
     ResponseInProgress,
@@ -117,4 +125,6 @@ AnyResponseEvent = Union[
     ResponseReasoningDone,
     ResponseArgumentsDelta,
     ResponseArgumentsDone,
+    ResponseCustomInputDelta,
+    ResponseCustomInputDone,
 ]

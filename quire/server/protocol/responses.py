@@ -14,6 +14,7 @@ from quire.server.protocol.sampling import StructuredOutputs, structured_output_
 from quire.server.protocol.values import (
     NOT_EMPTY,
     AllowedTokens,
+    Hint,
     LogitBias,
     Logprobs,
     Metadata,
@@ -50,7 +51,8 @@ class ResponseInputMessage(Body):
     type: Literal["message"] | None = None
     id: str | None = None
     status: str | None = None
-    phase: str | None = None
+    phase: Hint = None
+    internal_chat_message_metadata_passthrough: Hint = None
 
 
 class ResponseInputCall(Body):
@@ -60,10 +62,10 @@ class ResponseInputCall(Body):
     name: str
     call_id: str
     arguments: str
-    id: str | None = None
-    status: str | None = None
-    namespace: None = None
-    caller: dict[str, Any] | None = None
+    namespace: str | None = None
+    id: Hint = None
+    status: Hint = None
+    caller: Hint = None
 
 
 class ResponseInputCallOutput(Body):
@@ -72,10 +74,35 @@ class ResponseInputCallOutput(Body):
     type: Literal["function_call_output"]
     output: str | list[Part]
     call_id: str
-    id: str | None = None
-    status: str | None = None
-    name: str | None = None
-    caller: dict[str, Any] | None = None
+    id: Hint = None
+    status: Hint = None
+    name: Hint = None
+    caller: Hint = None
+
+
+class ResponseInputCustomCall(Body):
+    """A call of a custom tool made by the model."""
+
+    type: Literal["custom_tool_call"]
+    name: str
+    call_id: str
+    input: str
+    namespace: str | None = None
+    id: Hint = None
+    status: Hint = None
+    caller: Hint = None
+
+
+class ResponseInputCustomOutput(Body):
+    """The result of such a call."""
+
+    type: Literal["custom_tool_call_output"]
+    output: str | list[Part]
+    call_id: str
+    id: Hint = None
+    status: Hint = None
+    name: Hint = None
+    caller: Hint = None
 
 
 class ResponseReasoningText(Body):
@@ -89,9 +116,10 @@ class ResponseInputReasoning(Body):
     type: Literal["reasoning"]
     summary: list[ResponseReasoningText] | None = None
     content: list[ResponseReasoningText] | None = None
-    encrypted_content: None = None
-    id: str | None = None
-    status: str | None = None
+    encrypted_content: Hint = None
+    """Of another server: it cannot be read."""
+    id: Hint = None
+    status: Hint = None
 
 
 INPUT_ITEMS: dict[str, type[Body]] = {
@@ -99,6 +127,8 @@ INPUT_ITEMS: dict[str, type[Body]] = {
     "function_call": ResponseInputCall,
     "function_call_output": ResponseInputCallOutput,
     "reasoning": ResponseInputReasoning,
+    "custom_tool_call": ResponseInputCustomCall,
+    "custom_tool_call_output": ResponseInputCustomOutput,
 }
 
 
@@ -113,13 +143,41 @@ class ResponseTool(Body):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+    defer_loading: Hint = None
+    output_schema: Hint = None
+
+
+class ResponseCustomTool(Body):
+    """A tool whose argument is one text."""
+
+    name: Name
+    type: Literal["custom"]
+    description: str | None = None
+    format: dict[str, Any] | None = None
+    """The form of that text; described to the model, not enforced."""
+    defer_loading: Hint = None
+
+
+class ResponseNamespace(Body):
+    """A group of tools, whose members are offered one by one."""
+
+    name: Name
+    type: Literal["namespace"]
+    tools: list[dict[str, Any]]
+    description: Hint = None
+
+
+ResponseToolItem = Annotated[dict[str, Any], schema(properties={"type": {"type": "string"}})]
+"""Read by `quire.server.dialects.responses_tools`."""
 
 
 class ResponseToolChoice(Body):
-    """The tool that must be called."""
+    """The tool that must be called, or those that may be."""
 
-    name: str
-    type: Literal["function"] = "function"
+    type: Literal["function", "custom", "allowed_tools"] = "function"
+    name: str | None = None
+    tools: list[dict[str, Any]] | None = None
+    mode: Literal["auto", "required"] | None = None
 
 
 class ResponseTextFormat(Body):
@@ -134,20 +192,19 @@ class ResponseTextFormat(Body):
 
 class ResponseTextOptions(Body):
     format: ResponseTextFormat | None = None
-    verbosity: Literal["medium"] | None = None
+    verbosity: Hint = None
 
 
 class ResponseReasoningOptions(Body):
     effort: str | None = None
     """Passed to the chat template."""
-    summary: Literal["auto"] | None = None
-    """The server makes no summaries; "auto" is accepted."""
-    generate_summary: None = None
+    summary: str | None = None
+    """Accepted without effect: reasoning is returned as it is."""
+    generate_summary: Hint = None
 
 
 class ResponseStreamOptions(Body):
-    include_obfuscation: bool | None = None
-    """Accepted, without effect."""
+    include_obfuscation: Hint = None
 
 
 @with_scalars
@@ -166,9 +223,7 @@ class ResponsesRequest(Body):
         "messages": "use input",
     }
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "store": (False,),
         "background": (False,),
-        "service_tier": ("auto", "default"),
     }
 
     input: Union[str, Annotated[list[ResponseInputItem], NOT_EMPTY]]
@@ -179,7 +234,7 @@ class ResponsesRequest(Body):
     max_output_tokens: OutputLimit | None = None
     top_logprobs: Logprobs | None = None
     include: list[str] | None = None
-    tools: list[ResponseTool] | None = None
+    tools: list[ResponseToolItem] | None = None
     tool_choice: Union[ToolChoice, ResponseToolChoice, None] = None
     parallel_tool_calls: bool | None = None
     text: ResponseTextOptions | None = None
@@ -212,20 +267,23 @@ class ResponsesRequest(Body):
     vllm_xargs: dict[str, Any] | None = None
 
     user: str | None = None
-    """Accepted, without effect, as are the next three."""
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
+    """Returned in the response; without effect, as are the following."""
     max_tool_calls: int | None = None
     """A limit on tools that the server runs itself, of which there are none."""
-
+    safety_identifier: Hint = None
+    prompt_cache_key: Hint = None
+    prompt_cache_retention: Hint = None
+    client_metadata: Hint = None
+    service_tier: Hint = None
     store: bool | None = None
+    """Nothing is stored."""
+    context_management: Hint = None
+    """Ignored, and said: the model reads the input as it is sent."""
+
     background: bool | None = None
-    service_tier: str | None = None
     previous_response_id: None = None
     conversation: None = None
     prompt: None = None
-    context_management: None = None
-    prompt_cache_retention: None = None
     moderation: None = None
 
     @property
@@ -245,12 +303,7 @@ class ResponsesRequest(Body):
         self.check_neutral()
         check_conversation("input", self.input)
         check_free_form("chat_template_kwargs", self.chat_template_kwargs)
-        check_free_form("tools", *(tool.parameters for tool in self.tools or ()))
-        for wanted in self.include or ():
-            if wanted not in (LOGPROBS, ENCRYPTED_REASONING):
-                raise bad_request(f"include takes {LOGPROBS!r}; {wanted[:80]!r} is not supported", "include")
-        if self.stream_options is not None and not self.stream:
-            raise bad_request("stream_options needs stream=true", "stream_options")
+        check_free_form("tools", self.tools)
         if self.top_logprobs is not None and self.top_logprobs < 0:
             raise bad_request(f"top_logprobs must be 0 or more, got {self.top_logprobs}", "top_logprobs")
         if self.max_output_tokens is not None and self.max_output_tokens < 1:
@@ -308,9 +361,20 @@ class ResponseOutputCall(msgspec.Struct, tag="function_call"):
     call_id: str
     name: str
     arguments: str
+    namespace: str | msgspec.UnsetType = msgspec.UNSET
 
 
-ResponseOutputItem = Union[ResponseOutputMessage, ResponseOutputReasoning, ResponseOutputCall]
+class ResponseOutputCustomCall(msgspec.Struct, tag="custom_tool_call"):
+    """A call of a custom tool for the client to run."""
+
+    id: str
+    status: str
+    call_id: str
+    name: str
+    input: str
+
+
+ResponseOutputItem = Union[ResponseOutputMessage, ResponseOutputReasoning, ResponseOutputCall, ResponseOutputCustomCall]
 
 
 class ResponseInputTokensDetails(msgspec.Struct):
@@ -365,8 +429,8 @@ class ResponseObject(msgspec.Struct, kw_only=True):
     background: bool = False
     temperature: float | None = None
     text: dict[str, Any] = msgspec.field(default_factory=dict)
-    tool_choice: Union[str, ResponseToolChoice] = "auto"
-    tools: list[ResponseTool] = msgspec.field(default_factory=list)
+    tool_choice: Any = "auto"
+    tools: list[dict[str, Any]] = msgspec.field(default_factory=list)
     top_logprobs: int = 0
     top_p: float | None = None
     truncation: str = "disabled"

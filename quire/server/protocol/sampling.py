@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union
 
 import msgspec
 
@@ -11,9 +11,10 @@ from quire.errors import short_repr
 from quire.messages.beams import BeamSearchParams
 from quire.messages.sampling import SCALARS, RequestOutputKind, SamplingParams, Scalar, StructuredOutputsParams
 from quire.server.errors import bad_request
-from quire.server.protocol.common import MAX_SHORT_TEXT, Body, check_free_form, check_scheduling
+from quire.server.protocol.common import HINTS, MAX_SHORT_TEXT, Body, check_free_form, check_scheduling
 from quire.server.protocol.values import (
     AllowedTokens,
+    Hint,
     LogitBias,
     Metadata,
     ModelName,
@@ -43,6 +44,9 @@ _PLAIN = (
 )  # fmt: skip
 """Fields that mean the same in a body and in `SamplingParams`."""
 
+
+GUIDED = {f"guided_{name}": name for name in ("json", "regex", "choice", "grammar")}
+"""Older names of the fields of `structured_outputs`."""
 
 AnyBody = TypeVar("AnyBody", bound=Body)
 
@@ -87,7 +91,7 @@ class StreamOptions(Body):
     """What a stream reports besides text."""
 
     include_usage: bool | None = None
-    """Usage in a separate last chunk."""
+    """Usage in a separate last chunk; false: not."""
     continuous_usage_stats: bool | None = None
     """Usage in every chunk."""
     include_obfuscation: bool | None = None
@@ -122,6 +126,10 @@ class ResponseFormat(Body):
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchemaFormat | None = None
+    schema: dict[str, Any] | None = None
+    """Another place of the schema."""
+    name: Hint = None
+    strict: Hint = None
     format: dict[str, Any] | None = None
     structures: list[dict[str, Any]] | None = None
     triggers: list[str] | None = None
@@ -131,11 +139,8 @@ class ResponseFormat(Body):
 class GenerationFields(Body):
     """Fields of both chat completions and completions."""
 
-    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "best_of": (1,),
-        "store": (False,),
-        "service_tier": ("auto", "default"),
-    }
+    hints: ClassVar[Mapping[str, str]] = HINTS
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {"best_of": (1,)}
 
     model: ModelName | None = None
     stream: bool | None = None
@@ -159,6 +164,13 @@ class GenerationFields(Body):
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
+    guided_json: Union[str, dict[str, Any], None] = None
+    """An older spelling of `structured_outputs.json`, as are the next three of their fields."""
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    guided_whitespace_pattern: None = None
+    guided_decoding_backend: Hint = None
 
     priority: Priority | None = None
     """Lower runs first, under the priority policy."""
@@ -176,16 +188,19 @@ class GenerationFields(Body):
     vllm_xargs: dict[str, Any] | None = None
     """Parameters of custom logits processors."""
 
-    user: str | None = None
-    """Accepted without effect, like the next two."""
     metadata: Metadata | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    """Accepted without effect: shared prefixes are found automatically."""
+    """Accepted without effect."""
+    user: Hint = None
+    safety_identifier: Hint = None
+    prompt_cache_key: Hint = None
+    """Shared prefixes are found automatically."""
+    prompt_cache_retention: Hint = None
+    store: Hint = None
+    """Answers of this route are never stored."""
+    service_tier: Hint = None
+    stream_interval: Hint = None
 
     best_of: int | None = None
-    store: bool | None = None
-    service_tier: str | None = None
 
     use_beam_search: bool | None = None
     """Return the `n` likeliest texts, best first, found by a beam search of that width."""
@@ -200,12 +215,14 @@ class GenerationFields(Body):
     def _structured_output_names(self) -> Mapping[str, str]:
         wanted = self.response_format
         if wanted is None or wanted.type == "text":
-            return {}
-        return structured_output_names("response_format", "response_format.json_schema.schema")
+            guided = next((name for name in GUIDED if getattr(self, name)), None)
+            return {} if guided is None else structured_output_names(guided, guided)
+        inside = "schema" if wanted.json_schema is None else "json_schema.schema"
+        return structured_output_names("response_format", f"response_format.{inside}")
 
     @property
     def include_usage(self) -> bool:
-        return self.stream_options is not None and bool(self.stream_options.include_usage)
+        return self.stream_options is not None and self.stream_options.include_usage is not False
 
     @property
     def continuous_usage(self) -> bool:
@@ -214,9 +231,9 @@ class GenerationFields(Body):
     def check_fields(self) -> None:
         """Check what the types cannot express; raises 400."""
         self.check_neutral()
-        if self.stream_options is not None and not self.stream:
+        if not self.stream and self.stream_options is not None and self.stream_options != StreamOptions():
             raise bad_request("stream_options needs stream=true", "stream_options")
-        if self.stream and self.prompt_logprobs is not None:
+        if self.stream and self.prompt_logprobs:
             raise bad_request("prompt_logprobs are not streamed; leave stream out", "prompt_logprobs")
         check_scheduling(self.timeout, self.priority)
         check_free_form(
@@ -293,11 +310,11 @@ def beam_search_params(body: GenerationFields, max_tokens: int) -> BeamSearchPar
 
 
 def structured_outputs(body: GenerationFields) -> StructuredOutputsParams | None:
-    """The form that `response_format` or else `structured_outputs` requires."""
-    fields: dict[str, Any] = {}
+    """The form that `response_format`, or else `structured_outputs` or its older spelling, requires."""
+    fields = {inner: value for name, inner in GUIDED.items() if (value := getattr(body, name))}
     if body.structured_outputs is not None:
         given = msgspec.structs.asdict(body.structured_outputs)
-        fields = {name: value for name, value in given.items() if value is not None}
+        fields |= {name: value for name, value in given.items() if value is not None}
     wanted = body.response_format
     if wanted is not None and wanted.type != "text":
         fields |= _response_format_params(wanted)
@@ -314,12 +331,13 @@ def structured_outputs(body: GenerationFields) -> StructuredOutputsParams | None
 
 def _response_format_params(wanted: ResponseFormat) -> dict[str, Any]:
     """Fields of `StructuredOutputsParams`."""
+    schema = wanted.schema if wanted.json_schema is None else wanted.json_schema.schema
     if wanted.type == "json_object":
-        return {"json_object": True}
+        return {"json": schema} if schema else {"json_object": True}
     if wanted.type == "json_schema":
-        if wanted.json_schema is None or wanted.json_schema.schema is None:
+        if schema is None:
             raise bad_request("response_format of type json_schema needs json_schema.schema", "response_format")
-        return {"json": wanted.json_schema.schema}
+        return {"json": schema}
     parts = ("format", "structures", "triggers")
     tag = {name: value for name in parts if (value := getattr(wanted, name)) is not None}
     return {"structural_tag": {"type": "structural_tag", **tag}}

@@ -8,9 +8,10 @@ from typing import Annotated, Any, Literal, Union
 import msgspec
 
 from quire.server.errors import bad_request
-from quire.server.protocol.chat import ChatMessage, ChatRequest, ChatTool, NamedTool
+from quire.server.protocol.chat import ChatRequest
 from quire.server.protocol.common import Body, check_free_form
 from quire.server.protocol.completions import CompletionRequest
+from quire.server.protocol.conversation import ChatMessage, ChatTool, NamedTool
 from quire.server.protocol.sampling import GenerationFields, session_names
 from quire.server.protocol.values import (
     NOT_EMPTY,
@@ -209,6 +210,16 @@ class SessionObject(msgspec.Struct, kw_only=True):
     """Why its tokens are lost; null if they are not."""
 
 
+class SessionUsage(msgspec.Struct, kw_only=True):
+    """What all sessions of the API key use, of what max_tenant_sessions and its relatives allow."""
+
+    sessions: int
+    tokens: int
+    """A fork counts in full."""
+    bytes: int
+    """In the session log, a fork counted in full."""
+
+
 class SessionList(msgspec.Struct, kw_only=True):
     """A page of sessions, in the order they were created. Pass `last_id` as `after` for the next page."""
 
@@ -217,6 +228,7 @@ class SessionList(msgspec.Struct, kw_only=True):
     first_id: str | None
     last_id: str | None
     has_more: bool
+    usage: SessionUsage
 
 
 class SessionDeleted(msgspec.Struct, kw_only=True):

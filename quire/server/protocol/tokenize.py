@@ -7,8 +7,8 @@ from typing import Annotated
 import msgspec
 
 from quire.server.errors import bad_request
-from quire.server.protocol.chat import ChatMessage, ChatTool
 from quire.server.protocol.common import Body, check_free_form
+from quire.server.protocol.conversation import ChatMessage, ChatTool
 from quire.server.protocol.values import NOT_EMPTY, ModelName, TemplateVariables, TokenIds
 
 _MESSAGE_FIELDS = (

@@ -19,6 +19,9 @@ def schema(**schema: Any) -> Meta:
     return Meta(extra_json_schema=schema)
 
 
+Hint = Annotated[Any, Meta(description="Accepted without effect")]
+"""A hint, or a client's bookkeeping: changes nothing about the answer."""
+
 INT32 = 2**31
 NOT_EMPTY = schema(minItems=1)
 

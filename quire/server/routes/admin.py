@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterable
 
 import msgspec
@@ -24,6 +25,14 @@ from quire.server.routing import Route
 class ResetAnswer(msgspec.Struct):
     is_empty: bool
     """False if running requests still hold blocks."""
+
+
+class ReloadAnswer(msgspec.Struct):
+    engines: int
+    """Engines that were replaced."""
+    seconds: float
+    resumed_requests: int
+    """Requests that went on at another engine."""
 
 
 class TunerStats(msgspec.Struct):
@@ -97,6 +106,16 @@ async def rebalance_experts(context: ServerContext, exchange: Exchange) -> None:
     """Redistribute experts over ranks by load, with --enable-expert-parallel."""
     async with exchange.interruptible(), answering(exchange, context.supervisor.each):
         await exchange.reply(await context.llm.rebalance_experts())
+
+
+async def reload(context: ServerContext, exchange: Exchange) -> None:
+    """Replace the engines by new ones, one replica after the other; responds when all are ready. No request is lost: an
+    engine's requests have --reload-timeout seconds to finish there, then they go on elsewhere."""
+    begin, before = time.monotonic(), context.llm.num_resumed
+    async with exchange.interruptible():
+        await asyncio.shield(context.reload())
+        resumed = context.llm.num_resumed - before
+        await exchange.reply(ReloadAnswer(len(context.llm.replicas), time.monotonic() - begin, resumed))
 
 
 async def stats(context: ServerContext, exchange: Exchange) -> None:
@@ -187,6 +206,7 @@ _REPLICA = {"type": "integer", "minimum": 0, "default": 0}
 ROUTES = [
     Route("POST", "/admin/reset_prefix_cache", reset_prefix_cache, answer=ResetAnswer, errors=(503,), is_hubs=True),
     Route("POST", "/admin/rebalance_experts", rebalance_experts, answer=Rebalanced, errors=(400, 503), is_hubs=True),
+    Route("POST", "/admin/reload", reload, answer=ReloadAnswer, errors=(503,), is_hubs=True),
     Route("GET", "/admin/memory", memory, answer=MemoryMap, errors=(503,), query={"replica": _REPLICA}, is_hubs=True),
     Route("GET", "/admin/stats", stats, answer=ServerStats, errors=(503,), is_hubs=True),
 ]

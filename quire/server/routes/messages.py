@@ -35,7 +35,8 @@ async def create(context: ServerContext, exchange: Exchange) -> None:
 
 
 def _prepare(context: ServerContext, exchange: Exchange, request: MessagesRequest) -> ChatGeneration:
-    return prepare(context, exchange, as_chat(request))
+    # Anthropic's clients ask for more tokens than are left at the end of a long conversation.
+    return prepare(context, exchange, as_chat(request, exchange.fields), is_limit_soft=True)
 
 
 async def _send(exchange: Exchange, generation: ChatGeneration, writer: MessageWriter) -> None:
@@ -75,12 +76,12 @@ async def count_tokens(context: ServerContext, exchange: Exchange) -> None:
     """Count the tokens of a conversation."""
     request = await exchange.read_json(CountTokensRequest)
     context.check_model(request.model)
-    count = await exchange.work(_count, context, request, is_long=request.tools is not None)
+    count = await exchange.work(_count, context, exchange, request, is_long=request.tools is not None)
     await exchange.reply(TokenCount(count))
 
 
-def _count(context: ServerContext, request: CountTokensRequest) -> int:
-    chat = as_chat(request)
+def _count(context: ServerContext, exchange: Exchange, request: CountTokensRequest) -> int:
+    chat = as_chat(request, exchange.fields)
     chat.check_fields()
     return len(render(context, chat)[1])
 

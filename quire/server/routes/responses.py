@@ -8,6 +8,7 @@ from contextlib import aclosing
 from quire.server.chat_generation import AnswerPiece, ChatGeneration, prepare
 from quire.server.context import ServerContext
 from quire.server.dialects.responses_chat import as_chat
+from quire.server.dialects.responses_tools import OfferedTools
 from quire.server.dialects.responses_writer import ResponseWriter, new_response
 from quire.server.errors import ApiError
 from quire.server.http import Exchange, named_event
@@ -22,17 +23,20 @@ async def create(context: ServerContext, exchange: Exchange) -> None:
     """Create a response, streamed or not."""
     request = await exchange.read_json(ResponsesRequest)
     async with exchange.interruptible(context.deadline(request.timeout)):
-        generation = await exchange.work(_prepare, context, exchange, request, is_long=request.tools is not None)
+        generation, tools = await exchange.work(_prepare, context, exchange, request, is_long=request.tools is not None)
         model = request.model or context.names[0]
-        writer = ResponseWriter(new_response(request, f"resp_{exchange.id}", int(time.time()), model))
+        writer = ResponseWriter(new_response(request, f"resp_{exchange.id}", int(time.time()), model), tools)
         if request.stream:
             await _stream(exchange, request, generation, writer)
         else:
             await _send(exchange, request, generation, writer)
 
 
-def _prepare(context: ServerContext, exchange: Exchange, request: ResponsesRequest) -> ChatGeneration:
-    return prepare(context, exchange, as_chat(request, context.max_model_len))
+def _prepare(
+    context: ServerContext, exchange: Exchange, request: ResponsesRequest
+) -> tuple[ChatGeneration, OfferedTools]:
+    tools = OfferedTools(request.tools, exchange.fields)
+    return prepare(context, exchange, as_chat(request, context.max_model_len, exchange.fields, tools)), tools
 
 
 async def _send(

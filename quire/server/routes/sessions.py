@@ -18,8 +18,9 @@ from quire.server.context import ServerContext
 from quire.server.errors import ApiError, bad_request
 from quire.server.http import Exchange
 from quire.server.lifecycle.answer_watch import answering
-from quire.server.protocol.chat import ChatChunk, ChatMessage, ChatRequest, ChatResponse
+from quire.server.protocol.chat import ChatChunk, ChatRequest, ChatResponse
 from quire.server.protocol.completions import CompletionResponse
+from quire.server.protocol.conversation import ChatMessage
 from quire.server.protocol.sampling import session_names
 from quire.server.protocol.sessions import (
     LARGEST_PAGE,
@@ -32,6 +33,7 @@ from quire.server.protocol.sessions import (
     SessionList,
     SessionObject,
     SessionUpdateRequest,
+    SessionUsage,
     plain_input,
 )
 from quire.server.protocol.values import SESSION_NAME
@@ -91,7 +93,9 @@ async def list_sessions(context: ServerContext, exchange: Exchange) -> None:
         page = await sessions.page(query.get("after"), int(given))
     data = [_as_object(info) for info in page.sessions]
     ends = (data[0].id, data[-1].id) if data else (None, None)
-    await exchange.reply(SessionList(data=data, first_id=ends[0], last_id=ends[1], has_more=page.after is not None))
+    use = SessionUsage(sessions=page.use.sessions, tokens=page.use.tokens, bytes=page.use.bytes)
+    has_more = page.after is not None
+    await exchange.reply(SessionList(data=data, first_id=ends[0], last_id=ends[1], has_more=has_more, usage=use))
 
 
 async def retrieve(context: ServerContext, exchange: Exchange) -> None:

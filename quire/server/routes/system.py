@@ -30,8 +30,9 @@ async def health(context: ServerContext, exchange: Exchange) -> None:
 
 
 async def ready(context: ServerContext, exchange: Exchange) -> None:
-    """200 while requests are accepted: not while draining, and not without an engine."""
+    """200 while requests are computed: not while draining, and not without an engine."""
     context.check_serving()
+    context.check_engine()
     await exchange.reply(b"")
 
 

@@ -4,6 +4,7 @@
     FOLDER/00000001.log    frames (`format.py`), appended and never changed
     FOLDER/reserve         disk space kept free so that sessions can be deleted on a full disk
     FOLDER/00000001.sum    sessions in that log when it was closed: names the lost ones if it is damaged
+    FOLDER/00000001.idx    where its frames are: opening the folder reads this instead of the log
 
 Full chunks of 256 tokens are frames of their own, linked to the chunk before and stored once however many sessions
 share them; a session is its last chunk's number, the tokens after it, and a few fields. So a fork is one small frame,

@@ -10,9 +10,18 @@ from typing import NamedTuple
 
 import msgspec
 
+from quire.sessions.log.chunks import ChunkTable, TokenChunk
 from quire.sessions.log.format import Frame, FrameKind
 from quire.sessions.log.log import FrameAddress
-from quire.sessions.log.state import SessionState, expiry, owner_of
+from quire.sessions.log.state import (
+    CHUNK_FRAME_BYTES,
+    CHUNK_TOKENS,
+    SessionState,
+    SessionUse,
+    expiry,
+    num_tokens,
+    owner_of,
+)
 
 
 @dataclass(eq=False)
@@ -23,21 +32,18 @@ class SessionEntry:
     seq: int
     state: SessionState
     frames: list[FrameAddress]
+    due: float | None = None
+    """The earliest time at which the expiry queue looks at it; None: the queue does not have it."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of its frames and of its chunks, shared or not."""
+        chunks = self.state.chunked // CHUNK_TOKENS
+        return sum(address.size for address in self.frames) + chunks * CHUNK_FRAME_BYTES
 
     def state_frame(self, state: SessionState) -> Frame:
         """The next STATE frame of the session."""
         return Frame(FrameKind.STATE, self.id, self.seq + 1, msgspec.msgpack.encode(state), state.name)
-
-
-@dataclass(eq=False)
-class TokenChunk:
-    """256 tokens, referenced by the chunks that follow and the sessions that end with it."""
-
-    id: int
-    parent: int
-    digest: bytes
-    address: FrameAddress
-    refs: int = 0
 
 
 class Tombstone(NamedTuple):
@@ -55,7 +61,6 @@ class FileUsage:
     live: int = 0
     """Bytes of frames that are not garbage."""
     sessions: set[int] = field(default_factory=set)
-    chunks: set[int] = field(default_factory=set)
     tombstones: set[int] = field(default_factory=set)
     mentioned: set[int] = field(default_factory=set)
     """Every session with any frame in the file, garbage or not."""
@@ -67,17 +72,19 @@ class Catalog:
     def __init__(self) -> None:
         self.by_name: dict[str, SessionEntry] = {}
         self.by_id: dict[int, SessionEntry] = {}
-        self.chunks: dict[int, TokenChunk] = {}
+        self.chunks = ChunkTable()
         self.usage: dict[int, FileUsage] = {}
         self.live = 0
         """Bytes of frames that are not garbage."""
         self.tombstones: dict[int, Tombstone] = {}
-        self._chunk_of: dict[tuple[int, bytes], int] = {}
         self._files_of: dict[int, set[int]] = {}
         """Files with any frame of a session."""
         self._order: list[int] = []
         self._order_of: dict[str, list[int]] = {}
         """Ids in order of creation, by owner."""
+        self._uses: dict[str, SessionUse] = {}
+        self.total = SessionUse()
+        """What all sessions use."""
         self._next_id = 1
 
     # Sessions
@@ -102,23 +109,28 @@ class Catalog:
         self.by_name[entry.state.name] = self.by_id[entry.id] = entry
         self._order.append(entry.id)
         self._order_of.setdefault(owner_of(entry.state.name), []).append(entry.id)
-        self._ref_chunk(entry.state.tip)
+        self.chunks.ref(entry.state.tip)
         for address in entry.frames:
             self._count_frame(entry.id, address)
+        self._charge(entry, 1)
 
     def replace(self, entry: SessionEntry, state: SessionState, address: FrameAddress) -> None:
         """The session now consists of one new STATE frame."""
-        self._ref_chunk(state.tip)
+        self._charge(entry, -1)
+        self.chunks.ref(state.tip)
         self._unref_chunk(entry.state.tip)
         self._uncount_frames(entry)
         entry.state, entry.frames, entry.seq = state, [address], entry.seq + 1
         self._count_frame(entry.id, address)
+        self._charge(entry, 1)
 
     def extend(self, entry: SessionEntry, state: SessionState, address: FrameAddress) -> None:
         """The session has one more APPEND frame."""
+        self._charge(entry, -1)
         entry.state, entry.seq = state, entry.seq + 1
         entry.frames.append(address)
         self._count_frame(entry.id, address)
+        self._charge(entry, 1)
 
     def remove(self, entry: SessionEntry, address: FrameAddress) -> None:
         """The session was deleted by the DELETE frame at `address`."""
@@ -130,6 +142,7 @@ class Catalog:
             del order[bisect_left(order, entry.id)]
         if not self._order_of[owner]:
             del self._order_of[owner]
+        self._charge(entry, -1)
         self.add_tombstone(entry.id, Tombstone(entry.seq + 1, entry.state.name, address))
 
     def add_tombstone(self, number: int, tombstone: Tombstone) -> None:
@@ -164,6 +177,22 @@ class Catalog:
         """How many sessions the owner has."""
         return len(self._order_of.get(owner, ()))
 
+    def use(self, owner: str) -> SessionUse:
+        """What the owner's sessions use now."""
+        return self._uses.get(owner, SessionUse())
+
+    def _charge(self, entry: SessionEntry, sign: int) -> None:
+        """Count the session as its owner's, or no more."""
+        owner = owner_of(entry.state.name)
+        use = self._uses.setdefault(owner, SessionUse())
+        tokens, size = sign * num_tokens(entry.state), sign * entry.size
+        for one in (use, self.total):
+            one.sessions += sign
+            one.tokens += tokens
+            one.bytes += size
+        if not use.sessions and owner not in self._order_of:
+            del self._uses[owner]
+
     def sort(self) -> None:
         """Restore the order of creation after sessions were added in any order."""
         for order in (self._order, *self._order_of.values()):
@@ -171,49 +200,30 @@ class Catalog:
 
     # Chunks
 
-    def find_chunk(self, parent: int, digest: bytes) -> int | None:
-        """The chunk with these tokens after that parent."""
-        return self._chunk_of.get((parent, digest))
+    def load_chunks(self, chunks: ChunkTable) -> None:
+        """The chunks of earlier runs; those that no session refers to are dropped by `drop_unused_chunks`."""
+        self.chunks = chunks
 
     def add_chunk(self, chunk: TokenChunk) -> None:
         """Add a new chunk; it stays while it has references."""
-        self.chunks[chunk.id] = chunk
-        self._chunk_of[chunk.parent, chunk.digest] = chunk.id
-        self._ref_chunk(chunk.parent)
-        self._usage_of(chunk.address.file).chunks.add(chunk.id)
+        self.chunks.add(chunk)
         self._add_live(chunk.address.file, chunk.address.size)
 
     def move_chunk(self, chunk: TokenChunk, address: FrameAddress) -> None:
         """The chunk was written to another place."""
-        self._usage_of(chunk.address.file).chunks.discard(chunk.id)
         self._add_live(chunk.address.file, -chunk.address.size)
-        chunk.address = address
-        self._usage_of(address.file).chunks.add(chunk.id)
+        self.chunks.move(chunk.id, address)
         self._add_live(address.file, address.size)
 
     def drop_unused_chunks(self) -> None:
-        """Remove chunks without references."""
-        for number in [chunk.id for chunk in self.chunks.values() if chunk.refs == 0]:
-            if number in self.chunks:
-                self._ref_chunk(number)
-                self._unref_chunk(number)
-
-    def _ref_chunk(self, number: int) -> None:
-        if number:
-            self.chunks[number].refs += 1
+        """After all sessions were added: drop loaded chunks without references, and count the others."""
+        self.chunks.drop_unused()
+        for file, size in self.chunks.bytes_by_file().items():
+            self._add_live(file, size)
 
     def _unref_chunk(self, number: int) -> None:
-        while number:
-            chunk = self.chunks[number]
-            chunk.refs -= 1
-            if chunk.refs:
-                return
-            del self.chunks[number]
-            if self._chunk_of.get((chunk.parent, chunk.digest)) == number:
-                del self._chunk_of[chunk.parent, chunk.digest]
-            self._usage_of(chunk.address.file).chunks.discard(number)
-            self._add_live(chunk.address.file, -chunk.address.size)
-            number = chunk.parent
+        for address in self.chunks.unref(number):
+            self._add_live(address.file, -address.size)
 
     # Files
 
@@ -262,6 +272,10 @@ class Catalog:
             self._add_live(tombstone.address.file, -tombstone.address.size)
 
 
+SPARE_DUE = 64
+"""Entries of the expiry queue that may be out of date, besides one for each session."""
+
+
 class ExpiryQueue:
     """Sessions with a time to live, the next to expire first."""
 
@@ -272,8 +286,14 @@ class ExpiryQueue:
     def watch(self, entry: SessionEntry) -> None:
         """Add the session if it has a time to live; again when that changes."""
         due = expiry(entry.state)
-        if due is not None:
-            heapq.heappush(self._due, (due, entry.id))
+        if due is None or (entry.due is not None and entry.due <= due):
+            return  # it never expires, or is looked at before it does
+        entry.due = due
+        heapq.heappush(self._due, (due, entry.id))
+        if len(self._due) > 2 * len(self._catalog.by_id) + SPARE_DUE:
+            # Sessions that were deleted, or whose time was brought forward, left entries behind.
+            self._due = [(kept.due, kept.id) for kept in self._catalog.by_id.values() if kept.due is not None]
+            heapq.heapify(self._due)
 
     @property
     def next(self) -> float | None:
@@ -283,10 +303,11 @@ class ExpiryQueue:
     def expired(self, now: float) -> Iterator[SessionEntry]:
         """Expired sessions, each once. The caller deletes a session or watches it again."""
         while self._due and self._due[0][0] <= now:
-            entry = self._catalog.by_id.get(heapq.heappop(self._due)[1])
-            if entry is None:
+            at, number = heapq.heappop(self._due)
+            entry = self._catalog.by_id.get(number)
+            if entry is None or entry.due != at:
                 continue
-            due = expiry(entry.state)
+            entry.due, due = None, expiry(entry.state)
             if due is None or due > now:
                 self.watch(entry)
             else:

@@ -69,7 +69,7 @@ class Cleaner:
         usage = catalog.usage.get(file)
         if usage is not None:
             entries = [catalog.by_id[number] for number in _first_few(usage.sessions)]
-            chunks = [catalog.chunks[number] for number in _first_few(usage.chunks)]
+            chunks = [catalog.chunks[number] for number in catalog.chunks.in_file(file, FRAMES_AT_ONCE)]
             tombstones = {number: catalog.tombstones[number] for number in _first_few(usage.tombstones)}
             frames = [entry.state_frame(entry.state) for entry in entries]
             for chunk in chunks:

@@ -1,4 +1,4 @@
-"""The format of the log's files: a header in four copies, then frames; and a summary beside each file.
+"""The format of the log's files: a header in four copies, then frames; and a summary and an index beside each file.
 
 A frame can be verified on its own:
 
@@ -22,7 +22,7 @@ import logging
 import struct
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import msgspec
 from blake3 import blake3
@@ -39,6 +39,7 @@ BODY = HEADER_COPIES * FILE_HEADER.size
 """Where the frames of a file begin."""
 
 FRAME_VERSION = 1
+INDEX_VERSION = 1
 FRONT, BACK = b"QSf\x01", b"QSb\x01"
 HEAD = struct.Struct("<4sBBHIIQQ16s8s")
 HEAD_BYTES = HEAD.size
@@ -82,6 +83,15 @@ class ScannedFrame(NamedTuple):
     payload: bytes = b""
     whole: bool = False
     digest: bytes = b""
+
+
+class FramePlace(NamedTuple):
+    """Where a frame of a session is in its file."""
+
+    kind: FrameKind
+    seq: int
+    offset: int
+    size: int
 
 
 def frame_bytes(payload: int, name: int = 0) -> int:
@@ -217,18 +227,39 @@ def read_nonce(path: Path, data: bytes, number: int) -> bytes | None:
     return None
 
 
-def encode_summary(summary: Summary) -> bytes:
-    """The bytes of a summary file."""
-    data = msgspec.msgpack.encode(summary)
+CHUNK_ROW = struct.Struct("<QQ16sII")
+"""A chunk in an index: number, number of the chunk before, digest, file, offset."""
+
+
+class FileIndex(msgspec.Struct, array_like=True):
+    """Where the frames of an undamaged file are, so that opening it reads no chunk. It is valid while the file has this
+    length and modification time."""
+
+    version: int
+    length: int
+    modified: int
+    """Nanoseconds since the epoch."""
+    chunks: bytes
+    """Rows of CHUNK_ROW."""
+    sessions: dict[int, list[FramePlace]]
+    """For each session, its last STATE in the file and the APPENDs after it, or its DELETE."""
+
+
+Stored = TypeVar("Stored", Summary, FileIndex)
+
+
+def encode_beside(content: Summary | FileIndex) -> bytes:
+    """The bytes of a file beside a log file."""
+    data = msgspec.msgpack.encode(content)
     return blake3(data).digest(16) + data
 
 
-def read_summary(path: Path) -> Summary | None:
-    """The summary in a file; None if it is missing or damaged."""
+def read_beside(path: Path, kind: type[Stored]) -> Stored | None:
+    """The content of such a file; None if it is missing or damaged."""
     try:
         data = path.read_bytes()
         if blake3(data[16:]).digest(16) == data[:16]:
-            return msgspec.msgpack.decode(data[16:], type=Summary)
+            return msgspec.msgpack.decode(data[16:], type=kind)
     except (OSError, msgspec.DecodeError):
         return None
     return None

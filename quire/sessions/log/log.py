@@ -7,6 +7,7 @@ import errno
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -15,16 +16,21 @@ from quire.errors import StoreError, StoreFullError
 from quire.kvcache.offload.disk.files import open_new, open_own, sync_folder, write_all, write_then_rename
 from quire.sessions.log.format import (
     BODY,
+    CHUNK_ROW,
+    INDEX_VERSION,
+    FileIndex,
     Frame,
     FrameKind,
+    FramePlace,
     ScannedFrame,
     Summary,
+    digest_of,
     encode,
-    encode_summary,
+    encode_beside,
     file_header,
     frame_bytes,
+    read_beside,
     read_nonce,
-    read_summary,
     scan,
     without_torn_end,
 )
@@ -61,11 +67,31 @@ class LogFile:
         """How many bytes are durable."""
         self.sessions: dict[int, tuple[int, bool]] = {}
         """Seq of the last frame of each session in this file, and whether it deleted the session."""
+        self.places: dict[int, list[FramePlace]] = {}
+        """As in its index."""
+        self.chunks = bytearray()
+        """As in its index."""
+        self.is_damaged = False
 
-    def record(self, frame: Frame | ScannedFrame) -> None:
+    def record(self, frame: Frame | ScannedFrame, offset: int, size: int) -> None:
         """A frame was added."""
-        if frame.kind is not FrameKind.CHUNK and frame.seq >= self.sessions.get(frame.id, (0, False))[0]:
-            self.sessions[frame.id] = frame.seq, frame.kind is FrameKind.DELETE
+        kind, number, seq = frame.kind, frame.id, frame.seq
+        assert kind is not None
+        if kind is FrameKind.CHUNK:
+            digest = frame.digest if isinstance(frame, ScannedFrame) else digest_of(frame.payload)
+            self.chunks += CHUNK_ROW.pack(number, seq, digest, self.number, offset)
+            return
+        if seq >= self.sessions.get(number, (0, False))[0]:
+            self.sessions[number] = seq, kind is FrameKind.DELETE
+        place = FramePlace(kind, seq, offset, size)
+        if kind is FrameKind.APPEND:
+            self.places.setdefault(number, []).append(place)
+        else:
+            self.places[number] = [place]
+
+    def forget_content(self) -> None:
+        """The file is in the catalog, and nothing is appended to it any more."""
+        self.sessions, self.places, self.chunks = {}, {}, bytearray()
 
 
 class LoadedLog(NamedTuple):
@@ -74,6 +100,8 @@ class LoadedLog(NamedTuple):
     file: LogFile | None
     frames: list[ScannedFrame]
     summary: Summary | None
+    indexed: FileIndex | None = None
+    """Instead of frames, which were not read."""
 
 
 class SessionLog:
@@ -99,6 +127,7 @@ class SessionLog:
         self._synced = 0
         self._broken: str | None = None
         self._is_closed = False
+        self._unindexed: list[LogFile] = []
         self.names: Callable[[int], str] = lambda number: ""
         """Maps a session's id to its name, for summaries."""
 
@@ -127,20 +156,42 @@ class SessionLog:
         # Numbers are not used twice: the summary of a vanished file would describe another.
         self._last_number = max(logs | summaries | self._file_numbers("*.unreadable"), default=0)
         for number in sorted(logs | summaries):
-            summary, newest = read_summary(self._path(number, ".sum")), number == max(logs, default=0)
+            summary, newest = read_beside(self._path(number, ".sum"), Summary), number == max(logs, default=0)
             if number not in logs:
                 yield LoadedLog(None, [], summary)
                 continue
-            file, frames = self._load_file(number, summary, newest)
+            file, index = self._load_indexed(number, summary)
+            frames: list[ScannedFrame] = []
+            if index is None:
+                file, frames = self._load_file(number, summary, newest)
             # Not after a damaged frame: new frames could pass for a part of it.
-            if newest and file is not None and file.end < self.file_bytes and frames and frames[-1].whole:
+            is_whole = index is not None or (bool(frames) and frames[-1].whole)
+            if newest and file is not None and file.end < self.file_bytes and is_whole:
                 self._active = file
-            yield LoadedLog(file, frames, summary)
+            yield LoadedLog(file, frames, summary, index)
+            if file is not None and index is None and not file.is_damaged:
+                self._unindexed.append(file)  # after a crash, or of a version that wrote none
+            elif file is not None and file is not self._active:
+                file.forget_content()
+
+    def write_missing_indexes(self) -> None:
+        """Write the indexes of files that were loaded without one."""
+        for file in self._unindexed:
+            if file is not self._active and file.number in self.files:
+                self._write_beside(file)
+                file.forget_content()
+        self._unindexed.clear()
+
+    def scan_file(self, file: LogFile) -> list[ScannedFrame]:
+        """All frames of a file whose index was used: one of them turned out to be damaged."""
+        return list(scan(os.pread(file.fd, file.end, 0), BODY, file.nonce))
 
     def remove_orphaned_summaries(self) -> None:
-        """Remove summaries of files that no longer exist."""
-        for number in self._file_numbers("*.sum") - self._file_numbers("*.log"):
-            self._path(number, ".sum").unlink(missing_ok=True)
+        """Remove summaries and indexes of files that no longer exist."""
+        logs = self._file_numbers("*.log")
+        for suffix in (".sum", ".idx"):
+            for number in self._file_numbers(f"*{suffix}") - logs:
+                self._path(number, suffix).unlink(missing_ok=True)
 
     def read(self, address: FrameAddress) -> ScannedFrame | None:
         """The frame at an address; None if it is damaged."""
@@ -210,6 +261,7 @@ class SessionLog:
             file = self.files.pop(number)
             os.close(file.fd)
             try:
+                file.path.with_suffix(".idx").unlink(missing_ok=True)
                 file.path.with_suffix(".sum").unlink(missing_ok=True)
                 file.path.unlink()
                 sync_folder(self.folder)
@@ -270,8 +322,8 @@ class SessionLog:
             addresses.append(FrameAddress(file.number, offset, size))
             offset += size
         self._write(file, b"".join(encode(frame, file.safe, file.nonce) for frame in frames))
-        for frame in frames:
-            file.record(frame)
+        for frame, address in zip(frames, addresses, strict=True):
+            file.record(frame, address.offset, address.size)
         return addresses
 
     def _write(self, file: LogFile, data: bytes) -> None:
@@ -303,8 +355,8 @@ class SessionLog:
 
     def _roll(self) -> LogFile:
         """Seal the newest file and start another."""
-        if self._active is not None:
-            self._seal(self._active)
+        if (full := self._active) is not None:
+            self._seal(full)
         self._last_number += 1
         number = self._last_number
         path = self._path(number, ".log")
@@ -318,6 +370,8 @@ class SessionLog:
             os.close(fd)
             path.unlink(missing_ok=True)
             raise
+        if full is not None:
+            full.forget_content()
         self._active = self.files[number] = LogFile(path, number, fd, nonce)
         return self._active
 
@@ -326,12 +380,42 @@ class SessionLog:
         self._sync_active()
         os.ftruncate(file.fd, file.end)
         file.room = file.end
+        self._write_beside(file)
+
+    def _write_beside(self, file: LogFile) -> None:
+        """Write the summary of a file, and its index unless it is damaged."""
         sessions = [(number, seq, self.names(number), ended) for number, (seq, ended) in file.sessions.items()]
         try:
-            write_then_rename(file.path.with_suffix(".sum"), encode_summary(Summary(file.nonce, file.end, sessions)))
+            write_then_rename(file.path.with_suffix(".sum"), encode_beside(Summary(file.nonce, file.end, sessions)))
+            if file.is_damaged:
+                return
+            # A time that no later write can give the file: clocks of file systems tick a few hundred times a second.
+            unique = time.time_ns() - int.from_bytes(os.urandom(4), "little") % 10**9
+            os.utime(file.fd, ns=(unique, unique))
+            modified = os.fstat(file.fd).st_mtime_ns
+            index = FileIndex(INDEX_VERSION, file.end, modified, bytes(file.chunks), file.places)
+            write_then_rename(file.path.with_suffix(".idx"), encode_beside(index))
         except OSError as error:
-            # The summary is only needed to name lost sessions if the file is damaged later.
-            logger.warning("cannot write the summary of %s: %s", file.path, error)
+            # The summary names lost sessions if the file is damaged later; the index saves time when it is opened.
+            logger.warning("cannot write the summary or the index of %s: %s", file.path, error)
+
+    def _load_indexed(self, number: int, summary: Summary | None) -> tuple[LogFile | None, FileIndex | None]:
+        """The file and its index, if it has one that holds, and a summary."""
+        path = self._path(number, ".log")
+        index = None if summary is None else read_beside(path.with_suffix(".idx"), FileIndex)
+        if index is None or summary is None or index.version != INDEX_VERSION:
+            return None, None
+        fd = open_own(path)
+        status = os.fstat(fd)
+        is_same = (status.st_size, status.st_mtime_ns, summary.length) == (index.length, index.modified, index.length)
+        nonce = read_nonce(path, os.pread(fd, BODY, 0), number) if is_same else None
+        if nonce is None or nonce != summary.nonce:
+            os.close(fd)
+            return None, None
+        file = self.files[number] = LogFile(path, number, fd, nonce, end=index.length)
+        file.chunks, file.places = bytearray(index.chunks), index.sessions
+        file.sessions = {session: (seq, ended) for session, seq, _, ended in summary.sessions}
+        return file, index
 
     def _sync_active(self) -> None:
         self._check_works()

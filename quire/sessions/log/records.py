@@ -14,7 +14,8 @@ import msgspec
 import numpy as np
 
 from quire.errors import StoreError
-from quire.sessions.log.catalog import Catalog, SessionEntry, TokenChunk
+from quire.sessions.log.catalog import Catalog, SessionEntry
+from quire.sessions.log.chunks import TokenChunk
 from quire.sessions.log.cleaning import Cleaner
 from quire.sessions.log.format import TIME, Frame, FrameKind, digest_of
 from quire.sessions.log.log import FrameAddress, SessionLog
@@ -102,7 +103,7 @@ class SessionRecords:
         for start in range(0, full, CHUNK_BYTES):
             piece = data[start : start + CHUNK_BYTES]
             digest = digest_of(piece)
-            known = self._catalog.find_chunk(tip, digest)
+            known = self._catalog.chunks.find(tip, digest)
             if known is None:
                 known = self._catalog.new_id()
                 frames.append(Frame(FrameKind.CHUNK, known, tip, piece))
@@ -126,7 +127,7 @@ class SessionRecords:
         start, stop, _ = slice(start, stop).indices(total)
         first = start // CHUNK_TOKENS
         with self._damage_marked(entry):
-            chunks = self.chain(state.tip)[first : -(-stop // CHUNK_TOKENS)]
+            chunks = self._catalog.chunks.chain(state.tip)[first : -(-stop // CHUNK_TOKENS)]
             data = b"".join([*map(self._read_chunk, chunks), state.tail])
         base = min(CHUNK_TOKENS * first, state.chunked)
         tokens = unpack_tokens(data)[start - base : max(start, stop) - base]
@@ -140,20 +141,12 @@ class SessionRecords:
         if at >= state.chunked:
             tip, chunked, tail = state.tip, state.chunked, state.tail[: 4 * (at - state.chunked)]
         else:
-            chain, (full, rest) = self.chain(state.tip), divmod(at, CHUNK_TOKENS)
+            chain, (full, rest) = self._catalog.chunks.chain(state.tip), divmod(at, CHUNK_TOKENS)
             with self._damage_marked(entry):
                 tail = self._read_chunk(chain[full])[: 4 * rest] if rest else b""
             tip, chunked = (chain[full - 1] if full else 0), CHUNK_TOKENS * full
         kv_tokens = min(at, state.kv_tokens)
         return msgspec.structs.replace(state, tip=tip, chunked=chunked, tail=tail, kv_tokens=kv_tokens)
-
-    def chain(self, tip: int) -> list[int]:
-        """Numbers of the chunks up to this one, in order."""
-        chain = []
-        while tip:
-            chain.append(tip)
-            tip = self._catalog.chunks[tip].parent
-        return chain[::-1]
 
     def _read_chunk(self, number: int) -> bytes:
         chunk = self._catalog.chunks[number]
@@ -175,7 +168,7 @@ class SessionRecords:
             raise lost_error(name, entry.state.lost) from None
 
     def _mark_lost(self, entry: SessionEntry, chunk: TokenChunk) -> None:
-        depth = len(self.chain(chunk.parent))
+        depth = len(self._catalog.chunks.chain(chunk.parent))
         reason = "some of its tokens were damaged on disk"
         logger.error("session %r is lost: %s", entry.state.name, reason)
         lost = msgspec.structs.replace(

@@ -10,9 +10,13 @@ import numpy as np
 from blake3 import blake3
 
 from quire.errors import SessionExistsError, SessionLostError, ValidationError
+from quire.sessions.log.format import frame_bytes
 
 CHUNK_TOKENS = 256
 CHUNK_BYTES = 4 * CHUNK_TOKENS
+CHUNK_FRAME_BYTES = frame_bytes(CHUNK_BYTES)
+STATE_BYTES = 400
+"""Of a session without tokens and metadata, about."""
 MAX_META_BYTES = 4096
 MAX_NAME = 128
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:@-]{0,127}")
@@ -117,6 +121,14 @@ class Session(msgspec.Struct, frozen=True, kw_only=True):
     """Why its tokens are lost, if they are."""
 
 
+class SessionUse(msgspec.Struct):
+    """What sessions use of the store. A fork counts in full: tokens that sessions share count for each of them."""
+
+    sessions: int = 0
+    tokens: int = 0
+    bytes: int = 0
+
+
 class Page(msgspec.Struct, frozen=True):
     """Sessions in order of creation. Pass `after` to get the next page; None: this is the last."""
 
@@ -148,6 +160,13 @@ def view(number: int, state: SessionState) -> Session:
 def num_tokens(state: SessionState) -> int:
     """How many tokens the session has."""
     return state.chunked + len(state.tail) // 4
+
+
+def stored_bytes(sessions: int, tokens: int, meta: Mapping[str, str]) -> int:
+    """About how many bytes this adds to the log."""
+    chunks = tokens // CHUNK_TOKENS
+    size = sessions * STATE_BYTES + chunks * CHUNK_FRAME_BYTES + 4 * (tokens - CHUNK_TOKENS * chunks)
+    return size + sum(len(text.encode()) for pair in meta.items() for text in pair)
 
 
 def expiry(state: SessionState) -> float | None:

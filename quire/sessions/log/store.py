@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
 import os
@@ -26,6 +27,7 @@ from quire.sessions.log.state import (
     Session,
     SessionState,
     SessionStats,
+    SessionUse,
     check_key,
     check_position,
     checked_meta,
@@ -133,6 +135,11 @@ class SessionStore:
         with self._lock:
             return self._catalog.count(owner)
 
+    def use(self, owner: str | None = None) -> SessionUse:
+        """What the owner's sessions use now; without an owner, what all do."""
+        with self._lock:
+            return copy.copy(self._catalog.total if owner is None else self._catalog.use(owner))
+
     def __contains__(self, name: object) -> bool:
         return name in self._catalog.by_name
 
@@ -165,7 +172,7 @@ class SessionStore:
     def chain(self, name: str) -> list[int]:
         """Numbers of the session's full chunks of 256 tokens, in order. Sessions that begin alike share chunks."""
         with self._lock:
-            return self._records.chain(self._intact(name).state.tip)
+            return self._catalog.chunks.chain(self._intact(name).state.tip)
 
     def stats(self) -> SessionStats:
         """What the store holds."""
@@ -357,7 +364,7 @@ class SessionStore:
     # Opening
 
     def _load(self) -> None:
-        recovery = Recovery(self._catalog)
+        recovery = Recovery(self._catalog, self._log)
         for loaded in self._log.load():
             recovery.read(loaded)
         recovery.finish()
@@ -368,6 +375,6 @@ class SessionStore:
         for entry in recovery.lost:
             logger.error("session %r is lost: %s", entry.state.name, entry.state.lost)
         try:
-            recovery.write_findings(self._log)
+            recovery.write_findings()
         except StoreError as error:
             logger.warning("cannot write the results of recovery in %s: %s", self.folder, error)

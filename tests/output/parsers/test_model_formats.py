@@ -144,7 +144,46 @@ def olmo3(calls: list[Call]) -> str:
     return "\n".join(["<function_calls>", *lines, "</function_calls>"])
 
 
+def lfm2(calls: list[Call]) -> str:
+    each = [f"{name}({', '.join(f'{key}={value!r}' for key, value in given.items())})" for name, given in calls]
+    return f"<|tool_call_start|>[{', '.join(each)}]<|tool_call_end|>"
+
+
+def each_object(calls: list[Call], opening: str, closing: str, key: str = "arguments") -> str:
+    return "".join(opening + json.dumps({"name": name, key: given}) + closing for name, given in calls)
+
+
+def step3(calls: list[Call]) -> str:
+    each = []
+    for name, arguments in calls:
+        given = "".join(
+            f'<steptml:parameter name="{key}">{plain(value)}</steptml:parameter>' for key, value in arguments.items()
+        )
+        invoke = f'<steptml:invoke name="{name}">{given}</steptml:invoke>'
+        each.append(f"<｜tool_call_begin｜>function<｜tool_sep｜>{name}\n{invoke}<｜tool_call_end｜>")
+    return "<｜tool_calls_begin｜>" + "<｜tool_sep｜>".join(each) + "<｜tool_calls_end｜>"
+
+
+def hy_v3(calls: list[Call]) -> str:
+    text = "<tool_calls>\n"
+    for name, arguments in calls:
+        text += f"<tool_call>{name}<tool_sep>\n"
+        for key, value in arguments.items():
+            text += f"<arg_key>{key}</arg_key>\n<arg_value>{plain(value)}</arg_value>\n"
+        text += "</tool_call>\n"
+    return text + "</tool_calls>"
+
+
 WRITERS: dict[str, Callable[[list[Call]], str]] = {
+    "deepseek_v4": lambda calls: invokes(calls, "tool_calls", "｜DSML｜", True),
+    "gigachat3": lambda calls: each_object(calls, "<|message_sep|>\n\nfunction call<|role_sep|>\n", ""),
+    "granite-20b-fc": lambda calls: each_object(calls, "<function_call> ", "\n").rstrip(),
+    "hy_v3": hy_v3,
+    "internlm": lambda calls: each_object(calls, "<|action_start|><|plugin|>\n", "<|action_end|>", "parameters"),
+    "lfm2": lfm2,
+    "longcat": lambda calls: each_object(calls, "<longcat_tool_call>\n", "\n</longcat_tool_call>\n").rstrip(),
+    "step3": step3,
+    "xlam": lambda calls: "<tool_call>" + objects(calls) + "</tool_call>",
     "cohere_command3": cohere,
     "olmo3": olmo3,
     "deepseek_v3": deepseek_v3,
@@ -162,7 +201,17 @@ WRITERS: dict[str, Callable[[list[Call]], str]] = {
     "qwen3_coder": lambda calls: functions(calls, "tool_call", "\n"),
     "seed_oss": lambda calls: functions(calls, "seed:tool_call", ""),
 }
-SAME = {"glm47": "glm45", "granite4": "hermes", "llama4_pythonic": "pythonic", "qwen3_xml": "qwen3_coder"}
+SAME = {
+    "ernie45": "hermes",
+    "glm47": "glm45",
+    "granite4": "hermes",
+    "hunyuan_a13b": "jamba",
+    "llama4_json": "llama3_json",
+    "llama4_pythonic": "pythonic",
+    "mimo": "qwen3_coder",
+    "qwen3_xml": "qwen3_coder",
+    "step3p5": "qwen3_coder",
+}
 
 
 def test_every_format_is_tested() -> None:
@@ -442,6 +491,9 @@ def test_an_answer_without_reasoning_is_content(name: str) -> None:
         ("'<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>'+tool['type']+'<｜tool▁sep｜>'", "deepseek_v3"),
         ("<start_function_call>call:", "functiongemma"),
         ("<|tool_call>call:", "gemma4"),
+        ("List of tools: <|tool_list_start|>[", "lfm2"),
+        ("<tool_calls>\n<tool_call>f<tool_sep>\n<arg_key>", "hy_v3"),
+        ("<｜DSML｜tool_calls>", "deepseek_v4"),
         ("<tool_call>\n{{name}}\n</tool_call>", "hermes"),
         ("no marks", "json"),
         (None, "json"),

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.errors import ValidationError
+from quire.messages.structured import StructuredOutputsParams
 from quire.output.parsers.deltas import Content, Reasoning
 from quire.output.parsers.reasoning import ThinkSplit, make_reasoning_split
 from tests.output.parsers.cuts import cut, read
@@ -64,6 +67,33 @@ def test_other_markers_and_unknown_names() -> None:
     assert (answer.reasoning, answer.content) == ("hm", "Yes.")
     with pytest.raises(ValidationError, match="unknown reasoning parser"):
         make_reasoning_split("ponder")
+
+
+FORM = StructuredOutputsParams(choice=["yes", "no"])
+NO_THOUGHT = "<|im_start|>assistant\n<think>\n\n</think>\n\n"
+
+
+@pytest.mark.parametrize("name, prompt, switches, after, opening", [
+    ("qwen3", "<|im_start|>assistant\n<think>\n", {}, ["</think>"], None),
+    ("qwen3", "<|im_start|>assistant\n", {}, ["</think>"], ["<think>"]),
+    ("qwen3", "<|im_start|>assistant\n", {"enable_thinking": True}, ["</think>"], ["<think>"]),
+    ("qwen3", NO_THOUGHT, {"enable_thinking": False}, None, None),
+    ("qwen3", NO_THOUGHT, {}, None, None),
+    ("qwen3", "<|im_start|>assistant\n", {"enable_thinking": False}, None, None),
+    ("deepseek_v3", "<｜Assistant｜></think>", {"thinking": False}, None, None),
+    ("glm45", "<|assistant|>", {}, ["</think>"], ["<think>", "\n<think>"]),
+    ("granite", "<|assistant|>", {}, None, None),
+    ("granite", "<|assistant|>", {"thinking": True}, ["Here is my response:", "Here's my response:"],
+     ["Here is my thought process:", "Here's my thought process:"]),
+    ("mistral", "[/INST]", {}, ["[/THINK]"], ["[THINK]"]),
+    ("openai_gptoss", "<|end|><|start|>assistant", {},
+     ["<|channel|>final<|message|>", "<|channel|>final <|constrain|>json<|message|>"], None),
+])  # fmt: skip
+def test_a_form_begins_after_the_thinking(
+    name: str, prompt: str, switches: dict[str, Any], after: list[str] | None, opening: list[str] | None
+) -> None:
+    form = type(make_reasoning_split(name)).after_thinking(FORM, prompt, switches)
+    assert (form.choice, form.after, form.opening) == (["yes", "no"], after, opening)
 
 
 def test_a_megabyte_of_reasoning_in_single_characters() -> None:

@@ -6,12 +6,13 @@ import itertools
 import json
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from quire.errors import ValidationError
+from quire.simulation.load import TRACE_BLOCK, json_lines
 
 Message = dict[str, Any]
 
@@ -60,8 +61,6 @@ class DatasetOptions:
 
 DEFAULT_COUNT = 100
 DEFAULT_OUTPUT = 128
-TRACE_BLOCK = 512
-"""Tokens per entry of a trace's `hash_ids`, as in the traces that Mooncake published."""
 SHAREGPT_MIN_TOKENS, SHAREGPT_MAX_TOKENS = 4, 1024
 """Conversations outside this range are skipped: too short to time, or too long for a small context."""
 
@@ -100,7 +99,7 @@ def prefix_repetition(options: DatasetOptions) -> list[BenchRequest]:
 def prompts_file(options: DatasetOptions) -> list[BenchRequest]:
     """A JSONL file: each line has `prompt` (text) or `messages` (a conversation), and optionally `output_tokens`."""
     requests = []
-    for where, line in _lines(options):
+    for where, line in json_lines(str(_path(options))):
         prompt = line.get("messages", line.get("prompt"))
         if not isinstance(prompt, (str, list)) or not prompt:
             raise ValidationError(f'{where}: needs "prompt", a string, or "messages", a list')
@@ -151,7 +150,7 @@ def read_trace(options: DatasetOptions) -> list[BenchRequest]:
     seconds = {"ms": 1e-3, "s": 1.0}[options.time_unit] / options.speed
     rng = random.Random(options.seed)
     requests = []
-    for where, line in _lines(options):
+    for where, line in json_lines(str(_path(options))):
         output = options.output_len or _positive_integer(line.get("output_length"), where, "output_length")
         at = line.get("timestamp")
         if isinstance(at, bool) or not isinstance(at, (int, float)):
@@ -207,26 +206,6 @@ def _path(options: DatasetOptions) -> Path:
     if not path.is_file():
         raise ValidationError(f"there is no file {options.path!r}")
     return path
-
-
-def _lines(options: DatasetOptions) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The objects of a JSONL file, each with its file and line for error messages."""
-    path = _path(options)
-    is_empty = True
-    with path.open("rb") as file:
-        for number, text in enumerate(file, 1):
-            if not text.strip():
-                continue
-            try:
-                line = json.loads(text)
-            except ValueError as error:
-                raise ValidationError(f"{path}, line {number}: not JSON: {error}") from error
-            if not isinstance(line, dict):
-                raise ValidationError(f"{path}, line {number}: not a JSON object")
-            is_empty = False
-            yield f"{path}, line {number}", line
-    if is_empty:
-        raise ValidationError(f"{path} is empty")
 
 
 def _positive_integer(value: Any, where: str, name: str) -> int:

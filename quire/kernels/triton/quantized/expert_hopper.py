@@ -140,7 +140,7 @@ def layouts(warps: int, rows: int) -> Layouts:
     )
 
 
-class Shape(NamedTuple):
+class ExpertShape(NamedTuple):
     """Constants of a product."""
 
     experts: Any
@@ -517,10 +517,10 @@ def products(
 @functools.cache
 def shape_of(
     experts: int, width: int, depth: int, gated: bool, block_m: int, group: int, stages: int, strides: tuple[int, int]
-) -> Shape:
+) -> ExpertShape:
     """The constants of a product with `width` outputs (with a gate: features); strides of scales by line and span."""
     each, steps = LINES if gated else 2 * LINES, -(-depth // STEP)
-    return Shape(
+    return ExpertShape(
         experts=experts,
         outputs=width,
         lines=2 * width if gated else width,

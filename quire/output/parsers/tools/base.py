@@ -73,6 +73,8 @@ class CallParser(IncrementalParser):
     """Instructions for writing calls, for models whose chat template has none."""
     name_keys: ClassVar[tuple[str, ...]] = ("name",)
     """What a call object calls the tool's name."""
+    streams_objects: ClassVar[bool] = True
+    """False: a call object is emitted once its arguments are complete, and those of a broken one never are."""
 
     def __init__(self, offered: Collection[str] | None = None, new_id: Callable[[], str] = openai_id) -> None:
         super().__init__()
@@ -213,7 +215,7 @@ class CallParser(IncrementalParser):
                 return False
             found.name = name
         elif key in _ARGUMENT_KEYS and found.arguments is None:
-            if start == "{" and found.name is not None:
+            if start == "{" and found.name is not None and self.streams_objects:
                 found.arguments = ""
                 return (yield from self._stream_arguments(found.name))
             found.arguments = as_arguments((yield from self._read_value()))
@@ -280,32 +282,47 @@ def to_json(value: Any) -> str:
     return _SURROGATES.sub(lambda found: f"\\u{ord(found[0]):04x}", written)
 
 
+_TOOLS = "quire.output.parsers.tools."
 TOOL_PARSERS = {
-    "cohere_command3": "quire.output.parsers.tools.marked_json.CohereCommandParser",
-    "deepseek_v3": "quire.output.parsers.tools.deepseek.DeepSeekV3Parser",
-    "deepseek_v31": "quire.output.parsers.tools.deepseek.DeepSeekV31Parser",
-    "deepseek_v32": "quire.output.parsers.tools.xml.DeepSeekV32Parser",
-    "functiongemma": "quire.output.parsers.tools.gemma.FunctionGemmaParser",
-    "gemma4": "quire.output.parsers.tools.gemma.Gemma4Parser",
-    "glm45": "quire.output.parsers.tools.xml.Glm45Parser",
-    "glm47": "quire.output.parsers.tools.xml.Glm45Parser",
-    "granite": "quire.output.parsers.tools.marked_json.GraniteParser",
-    "granite4": "quire.output.parsers.tools.hermes.HermesParser",
-    "hermes": "quire.output.parsers.tools.hermes.HermesParser",
-    "jamba": "quire.output.parsers.tools.marked_json.JambaParser",
-    "json": "quire.output.parsers.tools.json.JsonParser",
-    "kimi_k2": "quire.output.parsers.tools.deepseek.KimiK2Parser",
-    "llama3_json": "quire.output.parsers.tools.llama3_json.Llama3JsonParser",
-    "llama4_pythonic": "quire.output.parsers.tools.pythonic.PythonicParser",
-    "minimax_m2": "quire.output.parsers.tools.xml.MiniMaxM2Parser",
-    "mistral": "quire.output.parsers.tools.mistral.MistralParser",
-    "olmo3": "quire.output.parsers.tools.pythonic.Olmo3Parser",
+    "cohere_command3": _TOOLS + "marked_json.CohereCommandParser",
+    "deepseek_v3": _TOOLS + "deepseek.DeepSeekV3Parser",
+    "deepseek_v31": _TOOLS + "deepseek.DeepSeekV31Parser",
+    "deepseek_v32": _TOOLS + "xml.DeepSeekV32Parser",
+    "deepseek_v4": _TOOLS + "xml.DeepSeekV4Parser",
+    "ernie45": _TOOLS + "hermes.HermesParser",
+    "functiongemma": _TOOLS + "gemma.FunctionGemmaParser",
+    "gemma4": _TOOLS + "gemma.Gemma4Parser",
+    "gigachat3": _TOOLS + "marked_json.GigaChat3Parser",
+    "glm45": _TOOLS + "xml.Glm45Parser",
+    "glm47": _TOOLS + "xml.Glm45Parser",
+    "granite": _TOOLS + "marked_json.GraniteParser",
+    "granite-20b-fc": _TOOLS + "marked_json.Granite20bParser",
+    "granite4": _TOOLS + "hermes.HermesParser",
+    "hermes": _TOOLS + "hermes.HermesParser",
+    "hunyuan_a13b": _TOOLS + "marked_json.JambaParser",
+    "hy_v3": _TOOLS + "xml.HunyuanV3Parser",
+    "internlm": _TOOLS + "marked_json.InternLmParser",
+    "jamba": _TOOLS + "marked_json.JambaParser",
+    "json": _TOOLS + "json.JsonParser",
+    "kimi_k2": _TOOLS + "deepseek.KimiK2Parser",
+    "lfm2": _TOOLS + "lfm2.Lfm2Parser",
+    "llama3_json": _TOOLS + "llama3_json.Llama3JsonParser",
+    "llama4_json": _TOOLS + "llama3_json.Llama3JsonParser",
+    "llama4_pythonic": _TOOLS + "pythonic.PythonicParser",
+    "longcat": _TOOLS + "hermes.LongcatParser",
+    "mimo": _TOOLS + "xml.Qwen3CoderParser",
+    "minimax_m2": _TOOLS + "xml.MiniMaxM2Parser",
+    "mistral": _TOOLS + "mistral.MistralParser",
+    "olmo3": _TOOLS + "pythonic.Olmo3Parser",
     "openai": "quire.output.parsers.harmony.HarmonyParser",
-    "phi4_mini_json": "quire.output.parsers.tools.marked_json.Phi4MiniParser",
-    "pythonic": "quire.output.parsers.tools.pythonic.PythonicParser",
-    "qwen3_coder": "quire.output.parsers.tools.xml.Qwen3CoderParser",
-    "qwen3_xml": "quire.output.parsers.tools.xml.Qwen3CoderParser",
-    "seed_oss": "quire.output.parsers.tools.xml.SeedOssParser",
+    "phi4_mini_json": _TOOLS + "marked_json.Phi4MiniParser",
+    "pythonic": _TOOLS + "pythonic.PythonicParser",
+    "qwen3_coder": _TOOLS + "xml.Qwen3CoderParser",
+    "qwen3_xml": _TOOLS + "xml.Qwen3CoderParser",
+    "seed_oss": _TOOLS + "xml.SeedOssParser",
+    "step3": _TOOLS + "xml.Step3Parser",
+    "step3p5": _TOOLS + "xml.Qwen3CoderParser",
+    "xlam": _TOOLS + "json.XlamParser",
 }
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import ClassVar
+
 from quire.output.parsers.incremental import Reads
 from quire.output.parsers.tools.base import CallParser
 
@@ -11,8 +14,10 @@ _FENCE = "```"
 class JsonParser(CallParser):
     """`{"name": "f", "arguments": {…}}`, or a list of such, from the start of a line or in a fenced block."""
 
-    tags = ("```json", _FENCE)
+    tags: ClassVar[tuple[str, ...]] = ("```json", _FENCE)
     bare = "{["
+    marks: ClassVar[Mapping[str, str]] = {}
+    """Tags that can only mean calls, and what ends each."""
     notation = (
         "To call one, answer with nothing but its name and arguments in JSON, several calls as a list:\n"
         '{"name": "a tool\'s name", "arguments": {"a parameter": "its value"}}\n'
@@ -20,13 +25,22 @@ class JsonParser(CallParser):
     )
 
     def _calls(self, opener: str) -> Reads[None]:
-        is_fenced = opener in self.tags
-        start = (yield from self._take_next(self.bare)) if is_fenced else opener
+        is_tagged = opener in self.tags
+        start = (yield from self._take_next(self.bare)) if is_tagged else opener
         # A fence alone does not mark a call: users request JSON too.
-        if not start or not (yield from self._objects(start, is_marked=False)) or not is_fenced:
+        is_marked = opener in self.marks
+        if not start or not (yield from self._objects(start, is_marked)) or not is_tagged:
             return
         while start := (yield from self._take_next(self.bare)):
-            if not (yield from self._objects(start, is_marked=False)):
+            if not (yield from self._objects(start, is_marked)):
                 return
-        if (yield from self._take_word(_FENCE)):
+        if (closing := self.marks.get(opener, _FENCE)) and (yield from self._take_word(closing)):
             self._held.clear()
+
+
+class XlamParser(JsonParser):
+    """xLAM 2: the same, and lists after either of two marks."""
+
+    marks: ClassVar[Mapping[str, str]] = {"[TOOL_CALLS]": "", "<tool_call>": "</tool_call>"}
+    tags = (*JsonParser.tags, *marks)
+    needs_special_tokens = True

@@ -1,4 +1,4 @@
-"""Granite, Phi-4-mini, Jamba, Cohere: a mark, then call objects in JSON."""
+"""Granite, Phi-4-mini, Jamba, InternLM, GigaChat, Cohere: a mark, then call objects in JSON."""
 
 from __future__ import annotations
 
@@ -30,6 +30,45 @@ class GraniteParser(MarkedJsonParser):
     notation = (
         "To call tools, answer with a list of their names and arguments in JSON:\n"
         '<tool_call>[{"name": "a tool\'s name", "arguments": {"a parameter": "its value"}}]\n'
+        "Where no tool helps, answer in plain words."
+    )
+
+
+class Granite20bParser(MarkedJsonParser):
+    """Granite 20B for function calling: `<function_call> {"name": "f", "arguments": {…}}`, once for each call."""
+
+    tags = ("<function_call>",)
+    needs_special_tokens = True
+    notation = (
+        "To call one, answer with its name and arguments in JSON after this mark, once for each call:\n"
+        '<function_call> {"name": "a tool\'s name", "arguments": {"a parameter": "its value"}}\n'
+        "Where no tool helps, answer in plain words."
+    )
+
+
+class InternLmParser(MarkedJsonParser):
+    """InternLM 2 and 3: `<|action_start|><|plugin|>{"name": "f", "parameters": {…}}<|action_end|>`."""
+
+    tags = ("<|action_start|><|plugin|>", "<|action_start|> <|plugin|>")
+    closing = "<|action_end|>"
+    needs_special_tokens = True
+    notation = (
+        "To call one, answer with its name and parameters in JSON between these marks:\n"
+        '<|action_start|><|plugin|>{"name": "a tool\'s name", "parameters": {"a parameter": "its value"}}'
+        "<|action_end|>\n"
+        "Where no tool helps, answer in plain words."
+    )
+
+
+class GigaChat3Parser(MarkedJsonParser):
+    """GigaChat 3.1: `<|function_call|>{"name": "f", "arguments": {…}}`; in GigaChat 3 a message `function call`."""
+
+    tags = ("<|function_call|>", "<|message_sep|>\n\nfunction call<|role_sep|>\n", "function call<|role_sep|>\n")
+    closing = "</s>"
+    needs_special_tokens = True
+    notation = (
+        "To call one, answer with its name and arguments in JSON after this mark:\n"
+        '<|function_call|>{"name": "a tool\'s name", "arguments": {"a parameter": "its value"}}\n'
         "Where no tool helps, answer in plain words."
     )
 

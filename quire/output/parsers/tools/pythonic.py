@@ -1,4 +1,4 @@
-"""Llama 4, LFM2, ToolACE and others: a list of calls as Python writes them."""
+"""Llama 4, ToolACE and others: a list of calls as Python writes them."""
 
 from __future__ import annotations
 
@@ -35,6 +35,7 @@ class PythonicParser(CallParser):
     )
 
     def _calls(self, opener: str) -> Reads[None]:
+        self._unreadable: list[str] = []
         is_marked = opener in self.tags
         if is_marked and not (yield from self._take_next("[")):
             return
@@ -46,23 +47,37 @@ class PythonicParser(CallParser):
                 break
         is_closed = yield from self._take_next("]")
         if is_closed and self._count > first:  # an empty list is text
-            self._held.clear()
+            self._drop_held()
             yield from self._skip_spaces()
             if is_marked and (yield from self._take_word(_CLOSERS[opener])):
                 self._held.clear()
 
     def _call(self, is_marked: bool) -> Reads[bool]:
+        """Read a call, emit it, and return whether it has an end. One whose arguments are not literals becomes content;
+        those beside it stay calls."""
+        start = len(self._held)
         name = yield from self._take_run(_NAME)
         if not self._accepts(name, is_marked) or not all(part.isidentifier() for part in name.split(".")):
             return False
         if not (yield from self._take_next("(")):
             return False
         written = yield from self._read_arguments()
-        arguments = None if written is None else arguments_of(written)
-        if arguments is None:
+        if written is None:
             return False
-        self._emit(name, arguments)
+        arguments = arguments_of(written)
+        if arguments is None:
+            self._unreadable.append("".join(self._held[start:]))
+        else:
+            self._drop_held()
+            self._emit(name, arguments)
         return True
+
+    def _drop_held(self) -> None:
+        """What is held belongs to calls, but for those that cannot be read."""
+        self._held.clear()
+        for text in self._unreadable:
+            self._add_content(text)
+        self._unreadable.clear()
 
     def _read_arguments(self) -> Reads[list[str] | None]:
         """The source of each argument, up to the parenthesis that closes the call; None if it never comes."""
@@ -121,16 +136,17 @@ class Olmo3Parser(PythonicParser):
     )
 
     def _calls(self, opener: str) -> Reads[None]:
+        self._unreadable = []
         first = self._count
         while (yield from self._skip_spaces()) not in ("<", ""):
             if not (yield from self._call(is_marked=True)):
                 return
         if (yield from self._take_word("</function_calls>")) and self._count > first:
-            self._held.clear()
+            self._drop_held()
 
 
-def arguments_of(written: list[str]) -> str | None:
-    """Arguments `name=literal` as one JSON object; None if any is something else."""
+def arguments_of(written: list[str], with_sets: bool = False) -> str | None:
+    """Arguments `name=literal` as one JSON object; None if any is something else. `with_sets`: a set is a list."""
     values: dict[str, Any] = {}
     for argument in written:
         # The name is not parsed as Python: it may be a keyword (`from`, `class`).
@@ -139,7 +155,7 @@ def arguments_of(written: list[str]) -> str | None:
         if not equals or not name.isidentifier() or name in values:
             return None
         try:
-            values[name] = _literal(_parse(source))
+            values[name] = _literal(_parse(source), with_sets)
         except (ValueError, SyntaxError, RecursionError, MemoryError):
             return None
     try:
@@ -154,16 +170,16 @@ def _parse(source: str) -> ast.expr:
         return ast.parse(f"({source}\n)", mode="eval").body
 
 
-def _literal(node: ast.expr) -> Any:
+def _literal(node: ast.expr, with_sets: bool = False) -> Any:
     """The value of a literal that JSON can represent; `true`, `false` and `null` are accepted too."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str | int | float | None):
         return node.value
     if isinstance(node, ast.Name) and node.id in _CONSTANTS:
         return _CONSTANTS[node.id]
-    if isinstance(node, ast.List | ast.Tuple):
-        return [_literal(item) for item in node.elts]
+    if isinstance(node, ast.List | ast.Tuple) or (with_sets and isinstance(node, ast.Set)):
+        return [_literal(item, with_sets) for item in node.elts]
     if isinstance(node, ast.Dict):
-        return {_key(key): _literal(value) for key, value in zip(node.keys, node.values, strict=True)}
+        return {_key(key): _literal(value, with_sets) for key, value in zip(node.keys, node.values, strict=True)}
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.UAdd):
         value = _literal(node.operand)
         if type(value) in (int, float):

@@ -1,4 +1,5 @@
-"""Qwen3-Coder, Seed-OSS, GLM-4.5, MiniMax-M2, DeepSeek V3.2: a tag for each parameter, whose value is plain text.
+"""Qwen3-Coder, Seed-OSS, GLM, Hunyuan 3, MiniMax-M2, DeepSeek V3.2 and V4, Step 3: a tag for each parameter, with
+plain text in it.
 
 The text does not say whether `1` is a number or a string: the tool's schema does. Where there is none, text that is
 JSON but not a JSON string is taken as JSON.
@@ -145,9 +146,11 @@ class SeedOssParser(Qwen3CoderParser):
 class Glm45Parser(XmlParser):
     """`<tool_call>f\\n<arg_key>a</arg_key>\\n<arg_value>value</arg_value>\\n</tool_call>`."""
 
-    tags = ("<tool_call>",)
+    tags: ClassVar[tuple[str, ...]] = ("<tool_call>",)
     value_end = "</arg_value>"
     _name = re.compile(r"[^\s<>{}\[\]]+")
+    separator: ClassVar[str] = ""
+    """What may follow the name."""
     _key = re.compile(r"[^<]+")
     notation = (
         "To call one, answer with its name and arguments in these tags, once for each call:\n<tool_call>tool_name\n"
@@ -158,6 +161,8 @@ class Glm45Parser(XmlParser):
     def _calls(self, opener: str) -> Reads[None]:
         yield from self._skip_spaces()
         name = yield from self._take_run(self._name)
+        if self.separator:
+            yield from self._take_word(self.separator)
         yield from self._skip_spaces()
         is_call = (yield from self._is_next("<arg_key>")) or (yield from self._is_next("</tool_call>"))
         if not is_call or not self._accepts(name, is_marked=True):
@@ -175,6 +180,34 @@ class Glm45Parser(XmlParser):
             yield from self._skip_spaces()
         is_closed = yield from self._take_word("</tool_call>")
         self._finish_call(count == 0, complete=is_closed)
+
+
+class HunyuanV3Parser(Glm45Parser):
+    """Hunyuan 3: `<tool_calls><tool_call>f<tool_sep>` and the rest as in GLM-4.5, with a mark around all calls."""
+
+    tags = ("<tool_calls>", "<tool_call>")
+    separator = "<tool_sep>"
+    needs_special_tokens = True
+    notation = (
+        "To call tools, answer with their names and arguments in these tags:\n<tool_calls>\n<tool_call>tool_name"
+        "<tool_sep>\n<arg_key>a_parameter</arg_key>\n<arg_value>its value</arg_value>\n</tool_call>\n</tool_calls>\n"
+        "Where no tool helps, answer in plain words."
+    )
+
+    def _calls(self, opener: str) -> Reads[None]:
+        if opener == "<tool_call>":
+            yield from super()._calls(opener)
+            return
+        first = self._count
+        yield from self._skip_spaces()
+        while (yield from self._take_word("<tool_call>")):
+            count = self._count
+            yield from super()._calls(opener)
+            if self._count == count or not self._is_whole:
+                return
+            yield from self._skip_spaces()
+        if (yield from self._take_word("</tool_calls>")) and self._count > first:
+            self._held.clear()
 
 
 class MiniMaxM2Parser(XmlParser):
@@ -245,6 +278,51 @@ class DeepSeekV32Parser(MiniMaxM2Parser):
         if (yield from self._take_word(' string="true"')):
             return True
         return False if (yield from self._take_word(' string="false"')) else None
+
+
+class DeepSeekV4Parser(DeepSeekV32Parser):
+    """DeepSeek V4: the same in another wrapper."""
+
+    tags = ("<｜DSML｜tool_calls>",)
+    wrapper_end = "</｜DSML｜tool_calls>"
+    notation = DeepSeekV32Parser.notation.replace("function_calls", "tool_calls")
+
+
+class Step3Parser(MiniMaxM2Parser):
+    """Step 3: invocations as in MiniMax-M2, each between marks of its own that may name the tool first."""
+
+    tags = ("<｜tool_calls_begin｜>",)
+    mark = "steptml:"
+    wrapper_end = "<｜tool_calls_end｜>"
+    value_end = "</steptml:parameter>"
+    needs_special_tokens = True
+    notation = (
+        "To call tools, answer with their names and parameters in these tags:\n"
+        '<｜tool_calls_begin｜><｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="tool_name">'
+        '<steptml:parameter name="a_parameter">its value</steptml:parameter></steptml:invoke><｜tool_call_end｜>'
+        "<｜tool_calls_end｜>\nWhere no tool helps, answer in plain words."
+    )
+
+    def _calls(self, opener: str) -> Reads[None]:
+        first = self._count
+        yield from self._skip_spaces()
+        while (yield from self._take_word("<｜tool_call_begin｜>")):
+            yield from self._take_run(self._name)
+            if (yield from self._take_word("<｜tool_sep｜>")):
+                yield from self._take_run(self._name)
+            yield from self._skip_spaces()
+            if not (yield from self._take_word(f'<{self.mark}invoke name="')):
+                return
+            name = yield from self._take_until(self._name, '">')
+            if not self._accepts(name, is_marked=True) or not (yield from self._invoke(name)):
+                return
+            yield from self._skip_spaces()
+            for between in ("<｜tool_call_end｜>", "<｜tool_sep｜>"):
+                if (yield from self._take_word(between)):
+                    self._held.clear()
+                yield from self._skip_spaces()
+        if (yield from self._take_word(self.wrapper_end)) and self._count > first:
+            self._held.clear()
 
 
 def _schema_of(offered: Collection[str] | None, name: str, key: str) -> Any:

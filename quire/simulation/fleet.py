@@ -1,0 +1,312 @@
+"""Replicas under load, over a virtual clock: real engines and the real router, and events in the order of their times.
+
+A replica is always at the end of its last step. What happens to others in the meantime is handled first, because events
+are taken in order; a request that arrives during a step is seen by the engine after it, as in the real loop.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from quire.config import EngineConfig
+from quire.engine.core import EngineCore
+from quire.errors import ValidationError
+from quire.kvcache.block_tables import BlockTables
+from quire.kvcache.prefix_cache import ContentKeys
+from quire.messages.outputs import StepOutputs
+from quire.messages.request import NewRequest
+from quire.messages.sampling import SamplingParams
+from quire.router import OpenRequest, RoutedRequest, Router
+from quire.router.policies.base import make_routing_policy
+from quire.scheduler.pacing import STREAM_STRETCH, Pacer
+from quire.scheduler.policies.registry import make_policy
+from quire.scheduler.prefix_groups import PrefixGroups
+from quire.scheduler.scheduler import Scheduler
+from quire.simulation.costs import CostModel
+from quire.simulation.device import TOKEN, SimulatedDevice, SimulatedStep, VirtualClock
+from quire.simulation.load import Conversation, OpenConversation
+from quire.simulation.measurements import SimulationResult
+
+REPORT_STEPS = 32
+"""Steps between reports of a request's progress to the router, as in a real front."""
+MOST_EMPTY_STEPS = 1000
+"""Steps in a row that compute nothing and take no time: more would mean that the engine waits for nothing."""
+
+
+@dataclass(frozen=True)
+class FleetOptions:
+    """The replicas, and their settings; None: what the cost model or the engine has."""
+
+    replicas: int = 1
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    num_blocks: int | None = None
+    scheduling_policy: str = "fcfs"
+    routing_policy: str = "prefix"
+    max_step_stretch: float = STREAM_STRETCH
+    """Infinite: prompts are not paced."""
+    prefix_caching: bool = True
+    concurrency: int | None = None
+    """At most so many open requests: a closed loop."""
+    kills: tuple[tuple[int, float], ...] = ()
+    """(replica, second): it dies then, and its requests start again elsewhere."""
+    restart_seconds: float = 30.0
+    """A replica that died is back after so long."""
+
+
+@dataclass
+class FleetRequest:
+    """A request somewhere in the fleet."""
+
+    conversation: OpenConversation
+    request: NewRequest
+    arrival: float
+    replica: int = -1
+    opened: OpenRequest | None = None
+    first: float = 0.0
+    last: float = 0.0
+    generated: int = 0
+    retries: int = 0
+
+
+@dataclass
+class SimulatedReplica:
+    """An engine, its clock and its device."""
+
+    number: int
+    clock: VirtualClock
+    core: EngineCore
+    device: SimulatedDevice
+    open: dict[str, FleetRequest] = field(default_factory=dict)
+    is_scheduled: bool = False
+    """Whether its next step is among the events."""
+    is_alive: bool = True
+    steps: int = 0
+    empty_steps: int = 0
+
+    @property
+    def name(self) -> str:
+        return str(self.number)
+
+
+class Fleet:
+    """Replicas with a router before them. `run` takes a load to its end."""
+
+    def __init__(
+        self,
+        costs: CostModel,
+        options: FleetOptions = FleetOptions(),
+        on_step: Callable[[int, SimulatedStep], object] | None = None,
+    ) -> None:
+        """`on_step`: called for every step of every replica."""
+        if options.replicas < 1:
+            raise ValidationError(f"a fleet needs at least one replica, got {options.replicas}")
+        if any(not 0 <= number < options.replicas for number, _ in options.kills):
+            raise ValidationError(f"--kill names a replica that is not among the {options.replicas}")
+        self.costs = costs
+        self.options = options
+        self.rows = options.max_num_seqs or costs.max_num_seqs
+        self.budget = options.max_num_batched_tokens or max(costs.max_num_batched_tokens, self.rows)
+        self.num_blocks = options.num_blocks or costs.num_blocks
+        self._keys = ContentKeys(costs.block_size, b"simulation")
+        self._clock = VirtualClock()
+        self._on_step = on_step
+        self._router = Router(costs.block_size, make_routing_policy(options.routing_policy), clock=self._clock)
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = itertools.count()
+        self.replicas = [self._start(number) for number in range(options.replicas)]
+        self._waiting: list[FleetRequest] = []
+        """Arrived while the closed loop was full or no replica was alive, the latest first."""
+        self._num_open = 0
+        self._ids = itertools.count()
+
+    def run(self, load: Sequence[Conversation], seed: int = 0) -> SimulationResult:
+        """Serve these conversations; returns when all are done."""
+        longest = max((conversation.length for conversation in load), default=0)
+        room = self.num_blocks * self.costs.block_size
+        if longest > room:
+            raise ValidationError(
+                f"a conversation reaches {longest} tokens, and the cache of a replica holds {room}: "
+                "shorten it, or give more blocks"
+            )
+        self.result = SimulationResult(self.costs, self.options.replicas)
+        for number, source in enumerate(load):
+            opened = OpenConversation(source, number, seed)
+            self._at(source.at, lambda opened=opened: self._arrive(opened))  # type: ignore[misc]
+        for victim, second in self.options.kills:
+            self._at(second, lambda victim=victim: self._kill(victim))  # type: ignore[misc]
+        while self._events:
+            self._clock.now, _, action = heapq.heappop(self._events)
+            action()
+        self.result.finish(self._clock.now, [replica.device.busy for replica in self.replicas])
+        return self.result
+
+    def _at(self, time: float, action: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (time, next(self._order), action))
+
+    # Replicas
+
+    def _start(self, number: int) -> SimulatedReplica:
+        options, costs = self.options, self.costs
+        clock = VirtualClock(self._clock.now)
+        config = EngineConfig(model="simulation", scheduling_policy=options.scheduling_policy)
+        tables = BlockTables(self.num_blocks + 1, costs.block_size, options.prefix_caching)
+        scheduler = Scheduler(
+            tables, make_policy(config.scheduling_policy, config), self._keys, self.rows, self.budget, clock=clock,
+            groups=PrefixGroups(costs.block_size),
+            pacer=Pacer(options.max_step_stretch) if math.isfinite(options.max_step_stretch) else None,
+        )  # fmt: skip
+
+        def note(step: SimulatedStep) -> None:
+            self.result.note_step(number, step)
+            if self._on_step is not None:
+                self._on_step(number, step)
+
+        device = SimulatedDevice(costs, self.rows, clock, note)
+        core = EngineCore(scheduler, device, costs.pipeline_depth, log_stats=False)
+        self._router.add(str(number), self.num_blocks, self.rows)
+        return SimulatedReplica(number, clock, core, device)
+
+    def _kill(self, number: int) -> None:
+        """The replica dies now; its requests start over elsewhere."""
+        replica = self.replicas[number]
+        if not replica.is_alive:
+            return
+        replica.is_alive = False
+        self._router.remove(replica.name)
+        self.result.deaths += 1
+        for request in list(replica.open.values()):
+            request.retries += 1
+            self._num_open -= 1
+            self._admit(request)
+        replica.open.clear()
+
+        def restart() -> None:
+            old = self.replicas[number]
+            self.replicas[number] = self._start(number)
+            self.replicas[number].device.busy = old.device.busy
+            self._admit_waiting()
+
+        self._at(self._clock.now + self.options.restart_seconds, restart)
+
+    # Requests
+
+    def _arrive(self, conversation: OpenConversation) -> None:
+        """The next turn of a conversation begins."""
+        prompt = conversation.prompt()
+        turn, source = conversation.source.turns[conversation.turn], conversation.source
+        request = NewRequest(
+            str(next(self._ids)), prompt, _PARAMS, limit=len(prompt) + turn.output, keys=self._keys.of(prompt),
+            tenant=source.tenant, priority=source.priority, arrival=self._clock.now,
+        )  # fmt: skip
+        self._admit(FleetRequest(conversation, request, self._clock.now))
+
+    def _admit(self, request: FleetRequest) -> None:
+        """Send a request to a replica, or let it wait for one."""
+        limit = self.options.concurrency
+        if not self._router.alive or (limit is not None and self._num_open >= limit):
+            self._waiting.insert(0, request)
+            return
+        if limit is not None and not request.retries:
+            request.arrival = self._clock.now  # a closed loop sends a request when another has ended
+        source = request.request
+        routed = RoutedRequest(source.keys, len(source.prompt), 1, source.tenant)
+        name = self._router.choose(routed) if self.options.replicas > 1 else self._router.alive[0]
+        request.opened = self._router.launched(routed, name)
+        replica = self.replicas[int(name)]
+        request.replica = replica.number
+        self._num_open += 1
+        replica.open[source.id] = request
+        if not replica.is_scheduled:
+            replica.clock.now = self._clock.now
+        replica.core.add(self._with_output(request))
+        self._schedule(replica)
+
+    def _with_output(self, request: FleetRequest) -> NewRequest:
+        """A request that was interrupted goes on from the tokens it has."""
+        source = request.request
+        if not request.generated:
+            return source
+        prompt = source.prompt + [TOKEN] * request.generated
+        return NewRequest(
+            source.id, prompt, source.params, limit=source.limit, keys=self._keys.of(prompt), tenant=source.tenant,
+            priority=source.priority, arrival=source.arrival,
+        )  # fmt: skip
+
+    def _admit_waiting(self) -> None:
+        limit = self.options.concurrency
+        while self._waiting and self._router.alive and (limit is None or self._num_open < limit):
+            self._admit(self._waiting.pop())
+
+    # Steps
+
+    def _schedule(self, replica: SimulatedReplica) -> None:
+        if not replica.is_scheduled and replica.is_alive and replica.core.has_work:
+            replica.is_scheduled = True
+            self._at(max(self._clock.now, replica.clock.now), lambda: self._step(replica))
+
+    def _step(self, replica: SimulatedReplica) -> None:
+        """One step of the replica's loop. Its outputs are seen when the step that yields them is done."""
+        if not replica.is_alive:
+            return
+        before = replica.clock.now
+        outputs = replica.core.step()
+        replica.steps += 1
+        replica.empty_steps = 0 if replica.clock.now > before or not outputs.is_empty else replica.empty_steps + 1
+        if replica.empty_steps > MOST_EMPTY_STEPS:
+            raise RuntimeError(
+                f"replica {replica.name} makes no progress: {replica.core.scheduler.unfinished} unfinished"
+            )
+
+        def done() -> None:
+            replica.is_scheduled = False
+            if replica.is_alive:  # else it died during the step
+                self._take(replica, outputs)
+                self._schedule(replica)
+
+        self._at(replica.clock.now, done)
+
+    def _take(self, replica: SimulatedReplica, outputs: StepOutputs) -> None:
+        now, result, requests = self._clock.now, self.result, replica.open
+        for started in outputs.started:
+            result.cached_tokens += started.num_cached
+        result.preemptions += len(outputs.preempted)
+        for key, _ in outputs.keys:
+            request = requests[key]
+            if request.generated:
+                result.gaps.add(now - request.last)
+            else:
+                request.first = now
+                assert request.opened is not None
+                self._router.progress(request.opened, 1)
+            request.generated += 1
+            request.last = now
+        if replica.steps % REPORT_STEPS == 0 and self.options.replicas > 1:
+            for request in requests.values():
+                if request.generated and request.opened is not None:
+                    self._router.progress(request.opened, request.generated)
+        for end in outputs.finished:
+            self._finish(replica, requests.pop(end.key[0]), end.reason)
+        if outputs.finished:
+            self._admit_waiting()
+
+    def _finish(self, replica: SimulatedReplica, request: FleetRequest, reason: str) -> None:
+        assert request.opened is not None
+        self._num_open -= 1
+        self._router.finished(request.opened)
+        source = request.request
+        self.result.note_request(
+            source.tenant, len(source.prompt), request.generated, request.arrival, request.first, request.last,
+            request.retries, reason,
+        )  # fmt: skip
+        pause = request.conversation.end_turn([TOKEN] * request.generated)
+        if pause is not None:
+            conversation = request.conversation
+            self._at(self._clock.now + pause, lambda: self._arrive(conversation))
+
+
+_PARAMS = SamplingParams(max_tokens=None, ignore_eos=True)

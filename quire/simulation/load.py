@@ -1,0 +1,181 @@
+"""The requests of a simulation: drawn from distributions, or read from a trace."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from quire.errors import ValidationError
+
+VOCABULARY = 30_000
+"""Token ids are drawn below this."""
+TRACE_BLOCK = 512
+"""Tokens per entry of a trace's `hash_ids`, as in the traces that Mooncake published."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One request of a conversation."""
+
+    new_tokens: int
+    """Prompt tokens after those of the turns before…"""
+    output: int
+    pause: float = 0.0
+    """…which came this many seconds after the end of the turn before: a person reads, a tool runs."""
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Requests that follow each other; most have a single turn."""
+
+    at: float
+    """When it begins, in seconds."""
+    turns: tuple[Turn, ...]
+    prefix: tuple[tuple[str, int], ...] = ()
+    """Parts that it begins with, (name, tokens): conversations with parts of the same names share their tokens."""
+    tenant: str = ""
+    priority: int = 0
+
+    @property
+    def length(self) -> int:
+        """Tokens of its last turn, output included."""
+        return sum(count for _, count in self.prefix) + sum(turn.new_tokens + turn.output for turn in self.turns)
+
+
+def token_ids(name: str, count: int) -> list[int]:
+    """`count` random tokens; the same name gives the same ones."""
+    import numpy as np  # here, because `quire bench serve` reads traces and does without it
+
+    seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
+    return np.random.default_rng(seed).integers(10, VOCABULARY, count).tolist()
+
+
+shared_token_ids = functools.lru_cache(maxsize=4096)(token_ids)
+"""Kept, because many prompts begin with them."""
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """A load that is drawn. Lengths are uniform within ±spread."""
+
+    input_len: int = 512
+    output_len: int = 128
+    spread: float = 0.0
+    prefix_len: int = 0
+    """Tokens of a shared beginning…"""
+    num_prefixes: int = 1
+    """…of which there are so many, each as likely as the others."""
+    turns: int = 1
+    pause: float = 5.0
+    """Mean seconds between turns, exponentially distributed."""
+    tenants: int = 1
+    seed: int = 0
+
+
+def draw_load(options: LoadOptions, times: Sequence[float]) -> list[Conversation]:
+    """A conversation for each of these arrival times."""
+    import numpy as np
+
+    chance = np.random.default_rng(options.seed)
+
+    def length(mean: int) -> int:
+        low, high = round(mean * (1 - options.spread)), round(mean * (1 + options.spread))
+        return max(1, int(chance.integers(low, high + 1)))
+
+    def turn(number: int) -> Turn:
+        pause = float(chance.exponential(options.pause)) if number else 0.0
+        return Turn(length(options.input_len), length(options.output_len), pause)
+
+    found = []
+    for at in times:
+        group = int(chance.integers(options.num_prefixes))
+        prefix = ((f"prefix {group}", options.prefix_len),) if options.prefix_len else ()
+        tenant = f"tenant {int(chance.integers(options.tenants))}" if options.tenants > 1 else ""
+        found.append(Conversation(at, tuple(turn(number) for number in range(options.turns)), prefix, tenant))
+    return found
+
+
+def read_trace(path: str, count: int | None = None, speed: float = 1.0) -> list[Conversation]:
+    """A trace as `quire bench serve --trace` reads it: `timestamp` in milliseconds, `input_length`, `output_length`,
+    and Mooncake's `hash_ids`, whose blocks are shared by all lines that name them."""
+    if not speed > 0:
+        raise ValidationError(f"--trace-speed must be above 0, got {speed:g}")
+    found = []
+    for where, line in json_lines(path):
+        numbers = [_number(line, name, where) for name in ("timestamp", "input_length", "output_length")]
+        at, tokens, output = numbers[0], int(numbers[1]), int(numbers[2])
+        if tokens < 1 or output < 1:
+            raise ValidationError(f"{where}: input_length and output_length must be at least 1")
+        ids = line.get("hash_ids") or []
+        if not isinstance(ids, list):
+            raise ValidationError(f"{where}: hash_ids must be a list")
+        shared = ids[: (tokens - 1) // TRACE_BLOCK]
+        prefix = tuple((f"block {block}", TRACE_BLOCK) for block in shared)
+        rest = tokens - TRACE_BLOCK * len(shared)
+        tenant = line.get("tenant", "")
+        found.append(Conversation(at / 1000 / speed, (Turn(rest, output),), prefix, str(tenant)))
+    found.sort(key=lambda conversation: conversation.at)
+    start = found[0].at
+    moved = [Conversation(each.at - start, each.turns, each.prefix, each.tenant) for each in found]
+    return moved[:count]
+
+
+def json_lines(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The objects of a JSONL file, each with its file and line for error messages."""
+    if not Path(path).is_file():
+        raise ValidationError(f"there is no file {path!r}")
+    is_empty = True
+    with open(path, "rb") as file:
+        for number, text in enumerate(file, 1):
+            where = f"{path}, line {number}"
+            if not text.strip():
+                continue
+            try:
+                line = json.loads(text)
+            except ValueError as error:
+                raise ValidationError(f"{where}: not JSON: {error}") from error
+            if not isinstance(line, dict):
+                raise ValidationError(f"{where}: not a JSON object")
+            is_empty = False
+            yield where, line
+    if is_empty:
+        raise ValidationError(f"{path} is empty")
+
+
+def _number(line: dict[str, Any], name: str, where: str) -> float:
+    value = line.get(name)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1e15:
+        raise ValidationError(f"{where}: {name} must be a number from 0, got {value!r}")
+    return float(value)
+
+
+@dataclass
+class OpenConversation:
+    """A conversation under way: the tokens so far, and which turn comes next."""
+
+    source: Conversation
+    number: int
+    seed: int
+    tokens: list[int] = field(default_factory=list)
+    turn: int = 0
+
+    def prompt(self) -> list[int]:
+        """The prompt of the next turn."""
+        if not self.turn:
+            self.tokens = [
+                token for name, count in self.source.prefix for token in shared_token_ids(f"{self.seed}/{name}", count)
+            ]
+        new = self.source.turns[self.turn].new_tokens
+        self.tokens += token_ids(f"{self.seed}/{self.number}/{self.turn}", new)
+        return list(self.tokens)
+
+    def end_turn(self, output: Sequence[int]) -> float | None:
+        """The turn has ended with this output; seconds until the next one, or None."""
+        self.tokens += output
+        self.turn += 1
+        return self.source.turns[self.turn].pause if self.turn < len(self.source.turns) else None

@@ -1,0 +1,45 @@
+"""`quire top` against a running server."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from quire.cli.main import main
+from tests.server.conftest import Live
+
+
+def test_it_shows_rates_rows_and_what_requests_wait_for(
+    serving: Callable[..., Live], capsys: pytest.CaptureFixture[str]
+) -> None:
+    live = serving(admin_key="boss", api_key=("user",))
+    body = {"prompt": ["abc", "def"] * 200, "n": 1, "max_tokens": 200, "ignore_eos": True, "stream": True}
+    user = {"authorization": "Bearer user"}
+    with live.client.stream("POST", "/v1/completions", json=body, headers=user) as answer:
+        assert answer.status_code == 200
+        lines = answer.iter_lines()
+        next(lines)  # 16 rows run, 384 requests wait: for at least 25 times 200 steps
+        assert main(["top", "--url", live.url, "--api-key", "boss", "--once", "--interval", "0.1"]) == 0
+    shown = capsys.readouterr().out
+    assert "16 running" in shown and "all 16 rows are in use" in shown and "1 requests are before it" in shown
+    assert "and 372 more" in shown  # of 384 that wait, 12 are listed
+    rate = float(shown.split("tokens")[1].split(" out")[0])
+    assert rate > 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--api-key", "wrong"], "--admin-key"),
+        (["--interval", "0"], "from 0.1 to 3600"),
+        (["--url", "http://127.0.0.1:9"], "is the server running?"),
+    ],
+)
+def test_errors_are_one_line(
+    serving: Callable[..., Live], capsys: pytest.CaptureFixture[str], flags: list[str], said: str
+) -> None:
+    url = [] if "--url" in flags else ["--url", serving(admin_key="boss").url]
+    assert main(["top", *url, "--once", *flags]) == 2
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") == 1
