@@ -82,11 +82,13 @@ def _command(pid: str) -> bytes:
 
 
 @contextmanager
-def null_server(pace: float, model: str, checkout: Path = ROOT, fronts: int = 1) -> Iterator[tuple[str, int, int]]:
-    """Starts a server of a checkout with so many fronts; yields host, port and process id."""
+def null_server(
+    pace: float, model: str, checkout: Path = ROOT, fronts: int = 1, **settings: object
+) -> Iterator[tuple[str, int, int]]:
+    """Starts a server of a checkout with so many fronts; yields host, port and process id. `settings`: the engine's."""
     environment = {**os.environ, "NULL_ENGINE_PACE": str(pace), "PYTHONPATH": str(checkout)}
     command = [sys.executable, str(checkout / "benchmarks" / "null_server.py"), model]
-    command += ["0", str(fronts)] if fronts != 1 else []
+    command += ["0", str(fronts), json.dumps(settings)] if fronts != 1 or settings else []
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stdout is not None
         try:

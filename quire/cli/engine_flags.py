@@ -24,6 +24,7 @@ SHORT = {
     "enable_expert_parallel": "-ep",
     "quantization": "-q",
     "speculative_config": "-sc",
+    "api_server_count": "-asc",
 }
 """Short flags, as in vLLM."""
 

@@ -29,6 +29,7 @@ from quire.server.fronts.counts import FrontCounts
 from quire.server.fronts.link import FrontLink
 from quire.server.http import Exchange
 from quire.server.lifecycle.supervisor import Health, Supervisor
+from quire.server.observability.observer import ROUTE
 from quire.server.serve import HttpServer
 
 
@@ -67,11 +68,11 @@ class HubEngine:
         """Send, or buffer until the socket has room; never waits."""
         self._link.send(message if isinstance(message, bytes) else messages.encode(message))
 
-    async def ask_route(self, method: str, path: str, query: bytes) -> messages.RouteReply:
-        """The hub's answer to a request."""
+    async def ask_route(self, path: str, query: bytes = b"") -> messages.RouteReply:
+        """The hub's answer to a request to a route."""
         number = next(self._numbers)
         answer = self._answers[number] = asyncio.get_running_loop().create_future()
-        self.send(messages.RouteCall(number, method, path, query))
+        self.send(messages.RouteCall(number, path, query))
         try:
             return await answer
         finally:
@@ -193,7 +194,7 @@ class HubSupervisor(Supervisor):
 
     async def health(self) -> Health:
         """What the hub finds."""
-        reply = await self._hub.ask_route("GET", "/health", b"")
+        reply = await self._hub.ask_route("/health")
         return Health(reply.status == 200, self.status if reply.status == 200 else _message_of(reply.body))
 
 
@@ -209,8 +210,7 @@ async def run_front(
 
     async def ask_hub(context: ServerContext, exchange: Exchange) -> None:
         async with exchange.interruptible():
-            scope = exchange.scope
-            reply = await hub.ask_route(scope["method"], scope["path"], scope["query_string"])
+            reply = await hub.ask_route(exchange.scope[ROUTE], exchange.scope["query_string"])
             await exchange.start(reply.status, reply.headers)
             await exchange.send_body(reply.body, more=False)
 

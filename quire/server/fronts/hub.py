@@ -15,6 +15,8 @@ import time
 from collections.abc import Coroutine
 from typing import Any
 
+import msgspec
+
 from quire.api.relay import refusal_of
 from quire.engine import ipc
 from quire.errors import QuireError
@@ -131,6 +133,10 @@ class FrontProcess:
         except ipc.MalformedCallError as error:
             self.send(ipc.SessionReply(error.question, refused=refusal_of(str(error.question), error)))
             return
+        except msgspec.MsgspecError as error:  # what it asks is unknown, and would be waited for
+            logger.error("%s sent an unreadable message, and is restarted: %s", self.title, error)
+            self.close()
+            return
         llm = self._fronts.context.llm
         match message:
             case ipc.Add(request=request):
@@ -158,6 +164,8 @@ class FrontProcess:
             case messages.FrontReady():
                 if not self.ready.done():
                     self.ready.set_result(None)
+            case _:
+                logger.error("%s sent %s, which only engines answer", self.title, type(message).__name__)
 
     def _run(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(work)
@@ -210,7 +218,7 @@ class Fronts:
         self._config = config
         self._memory = memory
         self._descriptors = [listening.fileno(), memory]
-        self._routes: dict[tuple[str, str], Route] = {}
+        self._routes: dict[str, Route] = {}
         self._alive: dict[int, FrontProcess] = {}
         self._serials = itertools.count(1)
         self._retired = MetricsSnapshot()
@@ -223,7 +231,7 @@ class Fronts:
         """Start the processes, and wait until they accept requests; raises if one cannot."""
         self.context = context
         context.metrics.gather_fronts = self._gather_metrics
-        self._routes = {(route.method, route.path): route for route in routes_of(context) if route.is_hubs}
+        self._routes = {route.path: route for route in routes_of(context) if route.is_hubs}
         self._known = (context.llm.info, self._state())
         first = [self._start(number) for number in range(1, self.count)]
         self._tasks = [asyncio.ensure_future(self._keep(front)) for front in first]
@@ -338,7 +346,7 @@ class Fronts:
         scope = {"type": "http", "path": call.path, "query_string": call.query, "headers": []}
         exchange = Exchange(scope, receive, send, self.context.limits)
         try:
-            await self._routes[call.method, call.path].handler(self.context, exchange)
+            await self._routes[call.path].handler(self.context, exchange)
         except asyncio.CancelledError:
             if not isinstance(exchange.interruption, ApiError):
                 raise

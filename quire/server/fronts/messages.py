@@ -87,8 +87,8 @@ class RouteCall(msgspec.Struct, tag=True):
     """An authorized request to a route that only the hub can answer. It has no body."""
 
     question: int
-    method: str
     path: str
+    """The route's."""
     query: bytes
 
 
