@@ -86,6 +86,7 @@ soak: setup-dev
 docs: setup-dev
 	@$(BIN)/python -m quire.cli.reference > docs/configuration.md
 	@$(BIN)/python -m quire.server.observability.metrics_page > docs/metrics.md
+	@$(BIN)/python -m quire.cli.vllm_page > docs/from-vllm.md
 
 # Dependencies with versions and licences; fails if one does not fit.
 audit: setup-dev

@@ -36,9 +36,12 @@ _EXPORTS = {
     "PoolingRequestOutput": "quire.messages.outputs",
     "EmbeddingOutput": "quire.messages.outputs",
     "EmbeddingRequestOutput": "quire.messages.outputs",
+    "ScoringOutput": "quire.messages.outputs",
+    "ScoringRequestOutput": "quire.messages.outputs",
     "EngineConfig": "quire.config",
-    "EngineArgs": "quire.api.compat",
-    "AsyncEngineArgs": "quire.api.compat",
+    "EngineArgs": "quire.engine_args",
+    "AsyncEngineArgs": "quire.engine_args",
+    "FlexibleArgumentParser": "quire.engine_args",
     "TextPrompt": "quire.api.inputs",
     "TokensPrompt": "quire.api.inputs",
     "PromptType": "quire.api.inputs",
@@ -47,14 +50,15 @@ _EXPORTS = {
 if TYPE_CHECKING:
     from quire.api.async_llm import AsyncLLM as AsyncLLM
     from quire.api.async_llm import AsyncLLMEngine as AsyncLLMEngine
-    from quire.api.compat import AsyncEngineArgs as AsyncEngineArgs
-    from quire.api.compat import EngineArgs as EngineArgs
     from quire.api.engine import LLMEngine as LLMEngine
     from quire.api.inputs import PromptType as PromptType
     from quire.api.inputs import TextPrompt as TextPrompt
     from quire.api.inputs import TokensPrompt as TokensPrompt
     from quire.api.llm import LLM as LLM
     from quire.config import EngineConfig as EngineConfig
+    from quire.engine_args import AsyncEngineArgs as AsyncEngineArgs
+    from quire.engine_args import EngineArgs as EngineArgs
+    from quire.engine_args import FlexibleArgumentParser as FlexibleArgumentParser
     from quire.messages.beams import BeamSearchParams as BeamSearchParams
     from quire.messages.outputs import BeamSearchOutput as BeamSearchOutput
     from quire.messages.outputs import BeamSearchSequence as BeamSearchSequence
@@ -65,6 +69,8 @@ if TYPE_CHECKING:
     from quire.messages.outputs import PoolingOutput as PoolingOutput
     from quire.messages.outputs import PoolingRequestOutput as PoolingRequestOutput
     from quire.messages.outputs import RequestOutput as RequestOutput
+    from quire.messages.outputs import ScoringOutput as ScoringOutput
+    from quire.messages.outputs import ScoringRequestOutput as ScoringRequestOutput
     from quire.messages.pooling import PoolingParams as PoolingParams
     from quire.messages.sampling import RequestOutputKind as RequestOutputKind
     from quire.messages.sampling import SamplingParams as SamplingParams

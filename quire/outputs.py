@@ -9,3 +9,5 @@ from quire.messages.outputs import Logprob as Logprob
 from quire.messages.outputs import PoolingOutput as PoolingOutput
 from quire.messages.outputs import PoolingRequestOutput as PoolingRequestOutput
 from quire.messages.outputs import RequestOutput as RequestOutput
+from quire.messages.outputs import ScoringOutput as ScoringOutput
+from quire.messages.outputs import ScoringRequestOutput as ScoringRequestOutput

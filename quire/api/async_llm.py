@@ -11,9 +11,9 @@ from functools import cached_property
 from types import TracebackType
 from typing import Any
 
-from quire.api.async_sessions import AsyncSessions, SessionTurn
+from quire.api.async_sessions import AsyncSessions, SessionTurn, Turn
 from quire.api.chat import ChatRenderer
-from quire.api.compat import check_call, engine_arguments
+from quire.api.compat import check_call, engine_arguments, no_such_method
 from quire.api.engine_group import EngineGroup
 from quire.api.inputs import AnyParams, InputProcessor, PromptType, check_params
 from quire.api.output_stream import OutputStream
@@ -145,7 +145,7 @@ class AsyncLLM:
         request_id: str | None,
         priority: int,
         tenant: str,
-        turn: SessionTurn | None = None,
+        turn: Turn | None = None,
         shares_id: bool = False,
         sink: TextSink | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
@@ -216,7 +216,7 @@ class AsyncLLM:
         request_id: str | None,
         priority: int,
         tenant: str,
-        turn: SessionTurn | None = None,
+        turn: Turn | None = None,
         shares_id: bool = False,
         sink: TextSink | None = None,
     ) -> OutputStream:
@@ -233,7 +233,7 @@ class AsyncLLM:
             raise ValidationError(f"request id {request_id!r} is in use", "request_id", request_id)
         params = self.get_default_sampling_params() if params is None else params
         stream = self._streams[request_id] = OutputStream(request_id, key, sink)
-        begun: SessionTurn | None = None
+        begun: Turn | None = None
         try:
             make, arguments = self.inputs.make, (key, prompt, params, time.monotonic(), priority, tenant)
             is_short = _prompt_size(prompt) < LONG_PROMPT
@@ -386,11 +386,6 @@ class AsyncLLM:
         return any(replica.is_reloading for replica in self.replicas)
 
     @property
-    def failures(self) -> int:
-        """How often an engine died or could not be started since it yielded a token; of several, the most."""
-        return max(replica.failures for replica in self.replicas)
-
-    @property
     def num_resumed(self) -> int:
         """How often a request went on at another engine than the one that it was at."""
         return self._group.recovery.resumed
@@ -437,6 +432,9 @@ class AsyncLLM:
             self._group.stop()
             self.work.close(WORK_SECONDS)
 
+    def __getattr__(self, name: str) -> Any:
+        raise no_such_method(self, name)
+
     async def __aenter__(self) -> AsyncLLM:
         return self
 
@@ -456,7 +454,8 @@ AsyncLLMEngine = AsyncLLM
 
 
 def _prompt_size(prompt: Any) -> int:
-    """Characters or token ids of a prompt; 0 for anything else."""
+    """Characters or token ids of a prompt and what comes with it; 0 for anything else."""
     if isinstance(prompt, Mapping):
-        prompt = prompt.get("prompt_token_ids", prompt.get("prompt"))
+        parts = (prompt.get("prompt_token_ids", prompt.get("prompt")), prompt.get("suffix"), prompt.get("prediction"))
+        return sum(map(_prompt_size, parts))
     return len(prompt) if hasattr(prompt, "__len__") else 0

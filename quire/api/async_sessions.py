@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, Union
 
 from quire.api.output_stream import OutputStream
 from quire.api.session_input import (
@@ -19,7 +21,13 @@ from quire.api.session_input import (
     is_messages,
 )
 from quire.engine import session_calls as calls
-from quire.errors import EngineDeadError, SessionNotFoundError, ValidationError
+from quire.errors import (
+    EngineDeadError,
+    QuireError,
+    SessionLostError,
+    SessionNotFoundError,
+    ValidationError,
+)
 from quire.messages.outputs import RequestOutput
 from quire.messages.request import NewRequest
 from quire.messages.sampling import RequestOutputKind, SamplingParams, check_integer
@@ -30,6 +38,8 @@ from quire.sessions.log.state import SessionUse, checked_meta, checked_ttl
 
 if TYPE_CHECKING:
     from quire.api.async_llm import AsyncLLM
+
+logger = logging.getLogger(__name__)
 
 PAGE = 100
 LONG_TEXT = 4096
@@ -95,6 +105,71 @@ class SessionTurn(NamedTuple):
         """Take back what the turn appended, without waiting for it."""
         if self.take_back is not None:
             llm.send_session_op(self.key, self.take_back)
+
+    async def suspend(self, llm: AsyncLLM) -> None:
+        """Free the session's device blocks until its next turn."""
+        await llm.call_sessions(calls.SuspendSession(self.key))
+
+
+@dataclass
+class BranchTurn:
+    """A turn whose session is made for it, as a fork of another session if that still exists, and becomes the prompt.
+
+    If the turn does not finish, its session is deleted. Where a session cannot be made, for want of room or because an
+    engine died, the request runs without one: all that is lost is KV that a later turn would find.
+    """
+
+    key: str
+    source: str = ""
+    """The key of the session to fork; empty: none."""
+    ttl: float | None = None
+    """The new session's time to live; a fork has its source's."""
+    has_session: bool = False
+
+    async def begin(self, llm: AsyncLLM, request: NewRequest) -> None:
+        """Make the session, and a checked request its turn."""
+        check_turn(request.params, rewrites=True)
+        self.has_session = True
+        try:
+            await self._make(llm, request)
+        except BaseException as error:  # the operation was sent, and may be or have been done
+            self.undo(llm)
+            if not isinstance(error, QuireError):
+                raise
+            logger.warning("request %s runs without a session: %s", request.id, error)
+            return
+        request.session = self.key
+
+    async def _make(self, llm: AsyncLLM, request: NewRequest) -> None:
+        if self.source:
+            try:
+                await llm.call_sessions(calls.ForkSession(self.source, self.key))
+                await llm.call_sessions(calls.RewriteSession(self.key, request.prompt, request.salt))
+                return
+            except (SessionNotFoundError, SessionLostError):
+                pass
+        await llm.call_sessions(calls.CreateSession(self.key, request.prompt, request.salt, self.ttl, {}, is_new=True))
+
+    async def cut_at_stop(
+        self, llm: AsyncLLM, stream: OutputStream, output: RequestOutput, written: Sequence[int]
+    ) -> None:
+        """As for any turn."""
+        if self.has_session:
+            await SessionTurn(self.key).cut_at_stop(llm, stream, output, written)
+
+    def undo(self, llm: AsyncLLM) -> None:
+        """Delete the session, without waiting for it."""
+        if self.has_session:
+            self.has_session = False
+            llm.send_session_op(self.key, calls.DeleteSession(self.key))
+
+    async def suspend(self, llm: AsyncLLM) -> None:
+        """Save the session's KV to lower tiers, without waiting for it, and free its device blocks."""
+        if self.has_session:
+            llm.send_session_op(self.key, calls.SuspendSession(self.key))
+
+
+Turn = Union[SessionTurn, BranchTurn]
 
 
 class AsyncSessions:

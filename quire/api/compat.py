@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from quire.api import vllm_environment
-from quire.api.vllm_arguments import CALL, ENGINE, POOLER, RENAMED, SPECULATION, VALUES, ForeignArgument
 from quire.config import EngineConfig
-from quire.errors import ConfigError, UnknownSettingError, ValidationError, short_repr
+from quire.errors import ConfigError, UnknownSettingError
+from quire.vllm_arguments import CALL, ENGINE, METHODS, POOLER, RENAMED, SPECULATION, VALUES, check_argument
 
 logger = logging.getLogger(__name__)
 
@@ -84,18 +84,13 @@ def check_call(vllm_arguments: Mapping[str, Any], method: str) -> None:
     for name, value in vllm_arguments.items():
         if name not in CALL:
             raise TypeError(f"{method}() got an unexpected keyword argument {name!r}")
-        check_argument(CALL[name], value, ValidationError)
+        check_argument(CALL[name], value)
 
 
-def check_argument(argument: ForeignArgument, value: Any, kind: type[ValidationError]) -> None:
-    """Raise for a value that would have an effect in vLLM."""
-    if argument.allows(value):
-        return
-    name, shown = argument.name, short_repr(value)
-    if isinstance(argument.accepts, Mapping) and isinstance(value, Mapping):
-        key = next(iter(argument.refused_keys(value)))
-        name, shown = f"{name}.{key}", short_repr(value[key])
-    raise kind(f"{name}={shown} is not supported by quire: {argument.instead or 'leave it out'}", argument.name, value)
+def no_such_method(owner: object, name: str) -> AttributeError:
+    """The error for an attribute that `owner` lacks; for vLLM's methods it says why."""
+    why = f"; quire has no {name}: {METHODS[name]}" if name in METHODS else ""
+    return AttributeError(f"{type(owner).__name__!r} object has no attribute {name!r}{why}")
 
 
 _FIELDS = {field.name: "None" in str(field.type) for field in dataclasses.fields(EngineConfig)}
@@ -108,13 +103,3 @@ def _refuse_unknown(arguments: Mapping[str, Any]) -> None:
             close = difflib.get_close_matches(name, _FIELDS, n=1)
             hint = f"did you mean {close[0]}?" if close else "docs/configuration.md lists them all"
             raise UnknownSettingError(f"there is no setting {name!r} (given {value!r}); {hint}", name, value)
-
-
-class EngineArgs(EngineConfig):
-    """vLLM's name for `EngineConfig`. Also accepts vLLM's arguments that change nothing, as `LLM` does."""
-
-    def __init__(self, model: str | os.PathLike[str] = EngineConfig.model, **settings: Any) -> None:
-        super().__init__(model=os.fspath(model), **engine_arguments(settings))
-
-
-AsyncEngineArgs = EngineArgs

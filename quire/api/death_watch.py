@@ -66,6 +66,11 @@ class DeathWatch:
         """The request, with so many output tokens, is sent to another engine."""
         self._records.setdefault(key, _Record()).tokens = tokens
 
+    def needs_empty(self, key: str) -> bool:
+        """Whether the suspect was tried beside requests that had passed: the next time it must be alone from the
+        start."""
+        return self._records[key].deaths > SUSPECT_DEATHS
+
     def begin_trial(self, key: str) -> None:
         """The suspect is sent to an engine that has no other request."""
         del self.suspects[key]

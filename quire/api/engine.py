@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 from quire.api.death_watch import DeathWatch
@@ -38,6 +38,27 @@ class FailedRequest:
 
     request_id: str
     error: QuireError
+
+
+@dataclass(frozen=True)
+class ModelSummary:
+    """What scripts read of the model that an engine runs; names are vLLM's."""
+
+    model: str
+    tokenizer: str
+    max_model_len: int
+    dtype: str
+    seed: int
+    embedding_size: int
+    vocab_size: int
+    hf_config: SimpleNamespace
+    """The fields of config.json."""
+
+    def get_vocab_size(self) -> int:
+        return self.vocab_size
+
+    def get_hidden_size(self) -> int:
+        return self.embedding_size
 
 
 class HeldRequests:
@@ -107,6 +128,25 @@ class LLMEngine:
                 "this engine has no tokenizer: skip_tokenizer_init is set", "skip_tokenizer_init", True
             )
         return self.inputs.tokenizer
+
+    @property
+    def model_config(self) -> ModelSummary:
+        """The model and its limits."""
+        config, info = self.config, self.info
+        return ModelSummary(
+            model=config.model,
+            tokenizer=config.tokenizer or config.model,
+            max_model_len=info.max_model_len,
+            dtype=info.dtype,
+            seed=config.seed,
+            embedding_size=info.model.hidden_size,
+            vocab_size=info.model.vocab_size,
+            hf_config=SimpleNamespace(**info.model.raw),
+        )
+
+    def get_model_config(self) -> ModelSummary:
+        """The same as `model_config`."""
+        return self.model_config
 
     @property
     def sessions(self) -> SessionKeeper:

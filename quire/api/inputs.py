@@ -8,6 +8,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Protocol, TypedDict, TypeVar, Union
 
+from quire import vllm_arguments
+from quire.api.fill_in_middle import FillInMiddle
 from quire.api.pooling import PoolingInputs
 from quire.api.text_encoding import TextEncoder, encode_text
 from quire.config import EngineConfig
@@ -19,6 +21,8 @@ from quire.messages.pooling import PoolingParams
 from quire.messages.request import NewRequest
 from quire.messages.sampling import FROM_GENERATION_CONFIG, RequestOutputKind, SamplingParams
 from quire.scheduler.beam_search import num_candidates
+from quire.speculative.prediction import MAX_PREDICTED_TOKENS
+from quire.vllm_arguments import check_argument
 
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_CHARACTERS = 1024
@@ -33,6 +37,10 @@ class TextPrompt(TypedDict, total=False):
     """A prompt as text."""
 
     prompt: str
+    suffix: str
+    """Text after what is generated, for models that can fill in the middle."""
+    prediction: str | list[int]
+    """The output as it is expected to be, text or token ids: with speculative decoding it comes faster then."""
     cache_salt: str
 
 
@@ -41,11 +49,13 @@ class TokensPrompt(TypedDict, total=False):
 
     prompt_token_ids: list[int]
     prompt: str
+    suffix: str
+    prediction: str | list[int]
     cache_salt: str
 
 
 PromptType = Union[str, Sequence[int], TextPrompt, TokensPrompt]
-_PROMPT_FIELDS = {"prompt", "prompt_token_ids", "cache_salt"}
+_PROMPT_FIELDS = {"prompt", "prompt_token_ids", "suffix", "prediction", "cache_salt"}
 
 
 class InputInfo(Protocol):
@@ -76,6 +86,7 @@ class InputProcessor:
         """`computes_keys`: content keys are computed here; otherwise the loop computes them at admission, while the
         device works."""
         self.tokenizer = tokenizer
+        self.fill_in_middle = FillInMiddle(tokenizer, config.model)
         self._default_pooling = config.pooling
         self.use(info)
         self._generation_config = generation_config
@@ -86,6 +97,7 @@ class InputProcessor:
         self._isolates_tenants = config.isolate_tenants
         self._word_tokens = lru_cache(CACHED_BAD_WORDS)(self._encode_word)
         self._computes_keys = computes_keys
+        self._uses_predictions = config.speculative_config is not None
 
     def use(self, info: InputInfo) -> None:
         """Check requests against this engine from now on."""
@@ -108,13 +120,15 @@ class InputProcessor:
             search = params.clone()
             request, text = self.make(request_id, prompt, _beam_params(search), arrival, priority, tenant)
             return _as_beam_search(request, search, self._info.model.vocab_size), text
-        text, tokens, salt = self._read_prompt(prompt)
+        text, tokens, salt, suffix = self._read_prompt(prompt)
         if not isinstance(tenant, str):
             raise ValidationError(f"a tenant is a string, got {tenant!r}", "tenant", tenant)
         if not isinstance(priority, int) or priority.bit_length() > 63:
             raise ValidationError(f"a priority is an integer of 64 bits, got {priority!r}", "priority", priority)
         salt = self.salt_of(tenant, salt)
         if isinstance(params, PoolingParams):
+            if suffix:
+                raise ValidationError("suffix is for generation: pooling reads one text", "suffix")
             pooled = self._pooling.make(request_id, tokens, params, salt)
             self.check_vocabulary(pooled.prompt)
             pooled.keys = self._keys_of(pooled.prompt, salt)
@@ -122,7 +136,12 @@ class InputProcessor:
             return pooled, text
         self._check_params(params)
         params = params.clone()  # checks again: its fields may have been changed since
-        tokens = self._truncate(tokens, params)
+        keep = self._kept_tokens(params)
+        if suffix:
+            tokens = self.fill_in_middle.prompt(tokens, suffix, lambda text: self.encode(text, False), keep)
+            self.end_middle(params)
+        elif keep is not None:
+            tokens = tokens[-keep:]
         self._check_tokens(tokens)
         request = NewRequest(
             id=request_id,
@@ -138,6 +157,7 @@ class InputProcessor:
             priority=priority,
             tenant=tenant,
             arrival=arrival,
+            prediction=self._read_prediction(prompt),
         )
         return request, text
 
@@ -162,26 +182,42 @@ class InputProcessor:
             ids.append(self.tokenizer.eos_token_id)
         return list(dict.fromkeys(ids))
 
-    def _read_prompt(self, prompt: PromptType) -> tuple[str | None, list[int], str]:
-        """The prompt's text (None if only token ids were given), its token ids, and its cache salt."""
-        salt, text = "", None
+    def _read_prompt(self, prompt: PromptType) -> tuple[str | None, list[int], str, str]:
+        """The prompt's text (None if only token ids were given), its token ids, its cache salt, and its suffix."""
+        salt, text, suffix = "", None, ""
         if isinstance(prompt, Mapping):
             fields: Mapping[str, Any] = prompt
             unknown = set(prompt) - _PROMPT_FIELDS
+            for name in unknown & vllm_arguments.PROMPT.keys():
+                check_argument(vllm_arguments.PROMPT[name], fields[name])
+                unknown.discard(name)
             if unknown:
                 raise ValidationError(
                     f"a prompt takes {sorted(_PROMPT_FIELDS)}, not {sorted(unknown)}", "prompt", sorted(unknown)
                 )
             salt = str(fields.get("cache_salt") or "")
             text = fields.get("prompt")
-            prompt = fields.get("prompt_token_ids", text)
+            suffix = fields.get("suffix") or ""
+            if not isinstance(suffix, str):
+                raise ValidationError(f"a suffix is text, got {type(suffix).__name__}", "suffix")
+            given = fields.get("prompt_token_ids")
+            prompt = text if given is None else given  # type: ignore[assignment]  # None is refused below
         if isinstance(prompt, str):
-            return prompt, self.encode(prompt), salt
+            return prompt, self.encode(prompt, add_special_tokens=not suffix), salt, suffix
         if isinstance(prompt, Sequence) and not isinstance(prompt, bytes):
-            return text, self.token_ids(prompt), salt
+            return text, self.token_ids(prompt), salt, suffix
         raise ValidationError(
             f"a prompt is text, token ids, or a dict of them; got {type(prompt).__name__}", "prompt", prompt
         )
+
+    def _read_prediction(self, prompt: PromptType) -> list[int]:
+        """The tokens that are predicted; none if they would not be used."""
+        given = prompt.get("prediction") if isinstance(prompt, Mapping) else None
+        if not given or not self._uses_predictions:
+            return []
+        tokens = self.encode(given, add_special_tokens=False) if isinstance(given, str) else self.token_ids(given)
+        tokens = tokens[:MAX_PREDICTED_TOKENS]
+        return tokens if tokens and min(tokens) >= 0 and max(tokens) < self._info.model.vocab_size else []
 
     def salt_of(self, tenant: str, salt: str = "") -> str:
         """What separates a tenant's cached blocks from those of others."""
@@ -228,12 +264,16 @@ class InputProcessor:
             return self.encode(text)
         return self.texts.encode(text, "prompt", add_special_tokens)
 
-    def _truncate(self, tokens: list[int], params: SamplingParams) -> list[int]:
-        """The last `truncate_prompt_tokens` tokens, if that is set."""
+    def _kept_tokens(self, params: SamplingParams) -> int | None:
+        """How many tokens of a prompt are kept, if it is truncated."""
         keep = params.truncate_prompt_tokens
-        if keep is None:
-            return tokens
-        return tokens[-(self._info.max_model_len - 1 if keep == -1 else keep) :]
+        return self._info.max_model_len - 1 if keep == -1 else keep
+
+    def end_middle(self, params: SamplingParams) -> None:
+        """End an output at the tokens that end a middle, too, as at the model's own end."""
+        ends = [token for token in self.fill_in_middle.ends if token not in self.eos_ids]
+        if ends and not params.ignore_eos:
+            params.stop_token_ids = list(dict.fromkeys([*(params.stop_token_ids or []), *ends]))
 
     def check_vocabulary(self, tokens: list[int]) -> None:
         """Raise unless there is at least one token, and all are in the vocabulary."""
@@ -249,8 +289,8 @@ class InputProcessor:
         longest = self._info.max_model_len
         if len(tokens) >= longest:
             raise ValidationError(
-                f"the prompt has {len(tokens)} tokens; with max_model_len {longest} it may have {longest - 1}, so that "
-                "one can be generated. Shorten it, or set truncate_prompt_tokens",
+                f"the prompt has {len(tokens)} tokens; the maximum context length is {longest} tokens with one that is "
+                f"generated (max_model_len {longest}). Shorten it, or set truncate_prompt_tokens",
                 "prompt",
                 len(tokens),
             )
@@ -324,7 +364,7 @@ def check_params(params: object, kind: type[AnyParams], name: str, hint: str = "
         raise ValidationError(f"{name} must be {kind.__name__}, got {type(params).__name__}{hint}", name, params)
 
 
-def as_prompts(prompts: PromptType | Sequence[PromptType]) -> list[PromptType]:
+def as_prompts(prompts: PromptType | Sequence[PromptType] | None) -> list[PromptType]:
     """One prompt or many, as a list: a string, a dict, or a list of token ids is one."""
     if isinstance(prompts, (str, dict)):
         return [prompts]

@@ -10,10 +10,11 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from quire.api.chat import ChatRenderer, template_text
-from quire.api.compat import check_call, engine_arguments
-from quire.api.engine import LLMEngine
+from quire.api.compat import check_call, engine_arguments, no_such_method
+from quire.api.engine import LLMEngine, ModelSummary
 from quire.api.inputs import AnyParams, PromptType, as_prompts, check_params, one_each
 from quire.api.output_queues import OutputQueues, Queue
+from quire.api.pooling import Pairs
 from quire.api.progress import Progress
 from quire.api.sessions import Sessions
 from quire.config import EngineConfig
@@ -22,9 +23,16 @@ from quire.errors import ConfigError, ValidationError
 from quire.messages.beams import BeamSearchParams
 from quire.messages.experts import Rebalanced
 from quire.messages.memory_map import MemoryMap
-from quire.messages.outputs import BeamSearchOutput, EmbeddingRequestOutput, PoolingRequestOutput, RequestOutput
+from quire.messages.outputs import (
+    BeamSearchOutput,
+    EmbeddingRequestOutput,
+    PoolingRequestOutput,
+    RequestOutput,
+    ScoringRequestOutput,
+)
 from quire.messages.pooling import PoolingParams
 from quire.messages.sampling import RequestOutputKind, SamplingParams
+from quire.vllm_arguments import CALL
 
 Message = dict[str, Any]
 Kind = TypeVar("Kind", RequestOutput, PoolingRequestOutput, BeamSearchOutput)
@@ -60,17 +68,22 @@ class LLM:
 
     def generate(
         self,
-        prompts: PromptType | Sequence[PromptType],
+        prompts: PromptType | Sequence[PromptType] | None = None,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        prompt_token_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
         use_tqdm: bool | Callable[..., Any] = True,
         priority: int | Sequence[int] | None = None,
         tenant: str | Sequence[str] = "",
         **vllm_arguments: Any,
     ) -> list[RequestOutput]:
         """Complete one prompt or many; outputs are in the prompts' order. `priority` and `tenant`: one for all, or one
-        each."""
+        each. `prompt_token_ids`: prompts as token ids, as older scripts give them."""
         check_call(vllm_arguments, "generate")
+        if prompt_token_ids is not None:
+            if prompts is not None:
+                raise ValidationError("give either prompts or prompt_token_ids", "prompts", prompts)
+            prompts = prompt_token_ids
         ids = self._submit(prompts, sampling_params, priority, RequestOutputKind.FINAL_ONLY, tenant)
         return self._gather(ids, RequestOutput, use_tqdm)
 
@@ -89,8 +102,10 @@ class LLM:
         self._queued.append(list(ids))  # a copy: the caller may change the returned list
         return ids
 
-    def wait_for_completion(self, *, use_tqdm: bool | Callable[..., Any] = True) -> list[RequestOutput]:
-        """Outputs of everything that was queued, in order."""
+    def wait_for_completion(
+        self, output_type: type | tuple[type, ...] | None = None, *, use_tqdm: bool | Callable[..., Any] = True
+    ) -> list[RequestOutput]:
+        """Outputs of everything that was queued, in order. `output_type` is vLLM's: all are `RequestOutput`."""
         queued, self._queued = self._queued, []
         try:
             return [output for ids in queued for output in self._gather(ids, RequestOutput, use_tqdm)]
@@ -145,6 +160,21 @@ class LLM:
             messages, chat_template, add_generation_prompt, continue_final_message, tools, chat_template_kwargs
         )
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, priority=priority, tenant=tenant)
+
+    def enqueue_chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        priority: int | Sequence[int] | None = None,
+        tenant: str | Sequence[str] = "",
+        **template_options: Any,
+    ) -> list[str]:
+        """As `chat`, but only queues the requests; `wait_for_completion` waits. Returns their ids."""
+        names = [name for name in template_options if name in CALL]
+        check_call({name: template_options.pop(name) for name in names}, "enqueue_chat")
+        prompts = self._render(messages, **template_options)
+        return self.enqueue(prompts, sampling_params, priority=priority, tenant=tenant)
 
     def chat_stream(
         self, messages: Sequence[Message], sampling_params: SamplingParams | None = None, **template_options: Any
@@ -219,6 +249,23 @@ class LLM:
             check_params(one, PoolingParams, "pooling_params")
         return self._gather(self._enqueue(listed, params, None, None, tenant), PoolingRequestOutput, use_tqdm)
 
+    def score(
+        self,
+        data_1: PromptType | Sequence[PromptType],
+        data_2: PromptType | Sequence[PromptType],
+        /,
+        *,
+        use_tqdm: bool | Callable[..., Any] = True,
+        pooling_params: PoolingParams | None = None,
+        tenant: str = "",
+        **vllm_arguments: Any,
+    ) -> list[ScoringRequestOutput]:
+        """The cosine similarity of the embeddings of each pair: one with one, one with each of many, or pair by
+        pair."""
+        check_call(vllm_arguments, "score")
+        pairs = Pairs(as_prompts(data_1), as_prompts(data_2))
+        return pairs.scored(self.encode(pairs.prompts, pooling_params, use_tqdm=use_tqdm, tenant=tenant))
+
     # The engine
 
     def get_tokenizer(self) -> Any:
@@ -230,19 +277,41 @@ class LLM:
         return self.llm_engine.inputs.default_params()
 
     def get_metrics(self) -> list[Metric]:
-        """Counters and gauges of the engine."""
+        """Counters, gauges and histograms of the engine; those that vLLM has too also under its names."""
         with self._outputs.lock:
-            return self.llm_engine.get_metrics()
+            metrics = self.llm_engine.get_metrics()
+        return [*metrics, *(theirs for metric in metrics if (theirs := metric.under_vllms_name) is not None)]
 
     def memory_map(self) -> MemoryMap:
         """What holds which blocks now, on all tiers. `quire inspect --snapshot` draws its `to_json`."""
         with self._outputs.lock:
             return self.llm_engine.memory_map()
 
-    def reset_prefix_cache(self) -> bool:
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         """Drop all cached blocks; False if running requests still hold some."""
+        if reset_running_requests:
+            raise ValidationError(
+                "reset_running_requests=True is not supported by quire: finish or abort the requests first",
+                "reset_running_requests",
+                True,
+            )
         with self._outputs.lock:
             return self.llm_engine.reset_prefix_cache()
+
+    def get_world_size(self, include_dp: bool = True) -> int:
+        """Ranks of the model, of all its replicas unless `include_dp` is off."""
+        config = self.llm_engine.config
+        return config.num_ranks * (config.data_parallel_size if include_dp else 1)
+
+    @property
+    def model_config(self) -> ModelSummary:
+        """The model and its limits."""
+        return self.llm_engine.model_config
+
+    @property
+    def supported_tasks(self) -> tuple[str, ...]:
+        """What the engine can do; vLLM's names."""
+        return ("generate", "embed")
 
     def rebalance_experts(self) -> Rebalanced:
         """With enable_expert_parallel: move experts to balance the load measured since the last time."""
@@ -258,6 +327,9 @@ class LLM:
         """Free the memory; the object cannot be used afterwards."""
         with self._outputs.lock:
             self.llm_engine.shutdown()
+
+    def __getattr__(self, name: str) -> Any:
+        raise no_such_method(self, name)
 
     def __enter__(self) -> LLM:
         return self
@@ -291,7 +363,7 @@ class LLM:
 
     def _submit(
         self,
-        prompts: PromptType | Sequence[PromptType],
+        prompts: PromptType | Sequence[PromptType] | None,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         priority: int | Sequence[int] | None,
         kind: RequestOutputKind | None,
@@ -315,7 +387,7 @@ class LLM:
     ) -> list[str]:
         """Queue all of these, or none if one is refused; returns their ids."""
         tenants: list[str] = one_each("tenant", tenant, len(prompts), "tenants")
-        priorities = one_each("priority", priority or 0, len(prompts), "priorities")
+        priorities = one_each("priority", 0 if priority is None else priority, len(prompts), "priorities")
         ids: list[str] = []
         queue: Queue = []
         try:

@@ -1,16 +1,57 @@
-"""Embedding requests: checks and limits."""
+"""Embedding requests: checks and limits; scores of pairs."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from quire.errors import CacheTooSmallError, ValidationError
+from quire.messages.outputs import PoolingRequestOutput, ScoringOutput, ScoringRequestOutput
 from quire.messages.pooling import PoolingParams
 from quire.messages.request import NewRequest
 from quire.messages.sampling import RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
     from quire.api.inputs import InputInfo
+
+
+class Pairs:
+    """Prompts that are compared: one with one, one with each of many, or pair by pair. Each is embedded once."""
+
+    def __init__(self, first: list[Any], second: list[Any]) -> None:
+        if not first or not second:
+            raise ValidationError(
+                f"score compares at least one prompt with one; got {len(first)} and {len(second)}", "data_1"
+            )
+        if len(first) not in (1, len(second)):
+            raise ValidationError(
+                f"score compares one prompt with many, or as many with each other; got {len(first)} and {len(second)}",
+                "data_1",
+                len(first),
+            )
+        self.prompts = [*first, *second]
+        self._count = len(first)
+
+    def scored(self, embedded: Sequence[PoolingRequestOutput]) -> list[ScoringRequestOutput]:
+        """The pairs' scores, given all embeddings in order."""
+        first, second = embedded[: self._count], embedded[self._count :]
+        if self._count == 1:
+            first = [first[0]] * len(second)
+        return [_scored(one, other) for one, other in zip(first, second, strict=True)]
+
+
+def _scored(one: PoolingRequestOutput, other: PoolingRequestOutput) -> ScoringRequestOutput:
+    a, b = one.outputs.data, other.outputs.data
+    length = float(np.linalg.norm(a)) * float(np.linalg.norm(b))
+    return ScoringRequestOutput(
+        request_id=f"{one.request_id}_{other.request_id}",
+        outputs=ScoringOutput(float(a @ b) / length if length else 0.0),
+        prompt_token_ids=one.prompt_token_ids + other.prompt_token_ids,
+        num_cached_tokens=(one.num_cached_tokens or 0) + (other.num_cached_tokens or 0),
+        finished=one.finished and other.finished,
+    )
 
 
 class PoolingInputs:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
@@ -77,6 +78,7 @@ class Replica:
         self._numbers = itertools.count()
         self._unsent: list[SessionOp] = []
         """Session operations for the next engine: the last one died before it got them."""
+        self._ready_at = 0.0
         self._session_calls = 0
         """Session calls under way."""
         self._restarting = asyncio.Lock()
@@ -98,6 +100,7 @@ class Replica:
         self.engine, self.starting = self.starting, None
         self.engine.on_message, self.engine.on_death = self._receive, self._on_death
         self.is_killed = self.is_draining = False
+        self._ready_at = time.monotonic()
         unsent, self._unsent = self._unsent, []
         for op in unsent:
             self.send_session_op(op)
@@ -130,6 +133,11 @@ class Replica:
         return ReplicaDownError(f"{self.title} is down: {self.engine.death}")
 
     @property
+    def age(self) -> float:
+        """Seconds since the engine was ready."""
+        return time.monotonic() - self._ready_at
+
+    @property
     def num_open_requests(self) -> int:
         return len(self.streams)
 
@@ -137,6 +145,11 @@ class Replica:
     def is_reloading(self) -> bool:
         """Whether it is being restarted on request."""
         return self.is_draining
+
+    @property
+    def is_hopeful(self) -> bool:
+        """Whether it has an engine, or will have one."""
+        return not self.death or self.recovery.awaits(self)
 
     @property
     def is_idle(self) -> bool:
@@ -301,7 +314,7 @@ class Replica:
                 stream.put(view)
         if self.router_feed is not None:
             self.router_feed.note(outputs)
-        if outputs.keys:
+        if outputs.keys or outputs.vectors or outputs.beams:
             self.failures = 0
         if self.trial is not None:
             self.recovery.on_output(self)
@@ -374,6 +387,7 @@ class Replica:
             engine.kill()
             raise EngineDeadError(SHUT_DOWN)
         self.adopt()
+        self.engine.attach()
 
     def end_engine(self, reason: str) -> None:
         """Kill the engine's process as if it had failed: its requests go on elsewhere."""

@@ -11,6 +11,8 @@ import logging
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from quire.api.death_watch import DeathWatch
 from quire.api.output_stream import OutputStream
 from quire.engine import ipc
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LONGEST_PAUSE_SECONDS = 30.0
+SETTLED_SECONDS = 300.0
+"""An engine that lived this long did not fail in a row with the one before, even if it has yielded nothing."""
 
 
 def pauses() -> Iterator[float]:
@@ -65,12 +69,17 @@ class RequestRecovery:
     @property
     def is_hopeful(self) -> bool:
         """Whether a request can be computed, if not at once."""
-        return any(not replica.death or self.awaits(replica) for replica in self._group.replicas)
+        return any(replica.is_hopeful for replica in self._group.replicas)
+
+    @property
+    def _awaits_any(self) -> bool:
+        """Whether a replica whose engine is dead will have another."""
+        return any(replica.death and self.awaits(replica) for replica in self._group.replicas)
 
     def can_wait(self, request: NewRequest) -> bool:
         """Whether a request that no replica can have now may wait for one."""
         home = self._group.affinity.known(request.session) if request.session else None
-        return self.is_hopeful if home is None else not home.death or self.awaits(home)
+        return self.is_hopeful if home is None else home.is_hopeful
 
     def ensure_restarts(self) -> None:
         """Restart dead engines that are waited for and that nothing restarts yet."""
@@ -83,7 +92,7 @@ class RequestRecovery:
         replicas = self._group.replicas
         if not any(replica.death or replica.is_draining for replica in replicas):
             return True
-        if not any(replica.is_draining or (replica.death and self.awaits(replica)) for replica in replicas):
+        if not self._awaits_any and not any(replica.is_draining for replica in replicas):
             return False
         self.ensure_restarts()
         ready = asyncio.get_running_loop().create_future()
@@ -165,6 +174,8 @@ class RequestRecovery:
     def _send(self, stream: OutputStream, replica: Replica) -> None:
         """Send a request with the tokens it has."""
         request = self._outputs.continued(stream.key)
+        if stream.engine is None or stream.engine.info.keys.root() != replica.info.keys.root():
+            request = msgspec.structs.replace(request, keys=[])  # those of other weights, which a reload has replaced
         replica.attach()
         if request.session and not self._group.affinity.survives:
             self._remake_session(request, replica)
@@ -181,7 +192,8 @@ class RequestRecovery:
     def engine_died(self, replica: Replica, streams: list[OutputStream], is_planned: bool) -> None:
         """An engine is dead, and had these open requests. `is_planned`: it was ended to be replaced."""
         replica.trial = None
-        replica.failures += not is_planned
+        if not is_planned:
+            replica.failures = 1 if replica.age > SETTLED_SECONDS else replica.failures + 1
         if replica.is_shut or replica.is_killed or not self._most_restarts:
             self._fail(streams, replica.dead_error)
             self.give_up(replica)
@@ -222,7 +234,7 @@ class RequestRecovery:
             self._fail(list(self._waiting.values()), self._group.dead_error)
         waiting = list(self._waiting.values())
         lost = [one for one in waiting if one.request is not None and not self.can_wait(one.request)]
-        if not any(other.death and self.awaits(other) for other in self._group.replicas):
+        if not self._awaits_any:
             lost += [self._waiting[key] for key in self._watch.suspects if key in self._waiting]
         self._fail(lost, replica.dead_error)
         self._notify()
@@ -231,8 +243,7 @@ class RequestRecovery:
 
     def engine_ready(self, replica: Replica) -> None:
         """A replica has a new engine: suspects run at it alone, one after the other, then it is open for all."""
-        if self._waiting:
-            self._next_trial(replica)
+        self._next_trial(replica)
         self._notify()
 
     def on_output(self, replica: Replica) -> None:
@@ -244,23 +255,26 @@ class RequestRecovery:
 
     def _next_trial(self, replica: Replica) -> None:
         """Send the next suspect to the replica; without one, the replica is open for all requests."""
-        if replica.death:
+        replica.trial = None
+        if replica.death or replica.is_draining:
             return
         chosen = next((key for key in self._watch.suspects if self._may_try(key, replica)), None)
-        replica.trial = None if chosen is None else self._waiting.pop(chosen)
         if self._group.router is not None:
             (self._group.router.reopen if chosen is None else self._group.router.close)(str(replica.number))
-        if replica.trial is not None:
-            assert chosen is not None
-            self._watch.begin_trial(chosen)
-            self._send(replica.trial, replica)
-        else:
+        if chosen is None:
             self._place_all()
+        else:
+            self._watch.begin_trial(chosen)
+            replica.trial = self._waiting.pop(chosen)
+            self._send(replica.trial, replica)
 
     def _may_try(self, key: str, replica: Replica) -> bool:
         stream = self._waiting.get(key)
         if stream is None or stream.request is None:
             return False
+        is_empty = all(other.is_ended for other in replica.streams.values())
+        if not is_empty and self._watch.needs_empty(key) and self._awaits_any:
+            return False  # an engine that is about to be ready has no other request
         home = self._group.affinity.known(stream.request.session) if stream.request.session else None
         return home is None or home is replica
 
@@ -277,12 +291,12 @@ class RequestRecovery:
             self._restarts[replica.number] = loop.create_task(self._restart_until_ready(replica))
 
     async def _restart_until_ready(self, replica: Replica) -> None:
-        for pause in pauses():
-            if not replica.death or replica.is_supervised or not self.awaits(replica):
-                return
-            await asyncio.sleep(pause)
+        before_next = pauses()
+        while replica.death and not replica.is_supervised and self.awaits(replica):
+            await asyncio.sleep(next(before_next))
             try:
                 await replica.restart(only_if_dead=True)
+                before_next = pauses()  # if it dies at once, a request may be the cause: the next engine finds out
             except Exception as error:  # `replica.failures` counts it
                 logger.error("the engine could not be restarted: %s", error)
 

@@ -9,14 +9,16 @@ import typing
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from quire.api import compat, vllm_arguments
-from quire.api.vllm_arguments import POOLER, RENAMED, SPECULATION, VALUES, ForeignArgument
+from quire import vllm_arguments
+from quire.api import compat
 from quire.cli.values import as_log_level, json_object, size, size_or_auto
 from quire.config import EngineConfig
 from quire.errors import ConfigError
+from quire.vllm_arguments import POOLER, RENAMED, SPECULATION, VALUES, ForeignArgument, check_argument
 
 SIZES = {"max_model_len": size_or_auto, "max_num_batched_tokens": size, "kv_cache_memory_bytes": size}
 """Fields that take suffixes: 4K, 2G."""
+LOG_LEVELS = ("debug", "info", "warning", "error")
 SHORT = {
     "tensor_parallel_size": "-tp",
     "pipeline_parallel_size": "-pp",
@@ -44,11 +46,12 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_engine_flags(parser: argparse.ArgumentParser, only: Collection[str] = ()) -> None:
-    """A flag for each field of `EngineConfig`, or for those in `only`."""
+def add_engine_flags(parser: argparse.ArgumentParser, only: Collection[str] = (), remembers: bool = True) -> None:
+    """A flag for each field of `EngineConfig`, or for those in `only`. `remembers`: the result says which of vLLM's
+    flags had no effect."""
     add_config_flags(parser, EngineConfig, "engine: ", SIZES, only)
     if not only:
-        add_foreign_flags(parser, vllm_arguments.ENGINE)
+        add_foreign_flags(parser, vllm_arguments.ENGINE, remembers)
         hidden: dict[str, Any] = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
         for name in SPECULATION:
             parser.add_argument(flag(name), dest=name, type=int if name == "spec_tokens" else str, **hidden)
@@ -78,11 +81,13 @@ def add_config_flags(
         groups[group].add_argument(*short, flag(field.name), **_argument_options(field, types[field.name], sizes))
 
 
-def add_foreign_flags(parser: argparse.ArgumentParser, table: Mapping[str, ForeignArgument]) -> None:
+def add_foreign_flags(
+    parser: argparse.ArgumentParser, table: Mapping[str, ForeignArgument], remembers: bool = True
+) -> None:
     """vLLM's flags that quire lacks: hidden; accepted with a value that has no effect, otherwise refused by name."""
     known = parser._option_string_actions
     for name, argument in table.items():
-        if flag(name) in known:  # the command has one of this name
+        if flag(name) in known or name == "disable_log_requests":  # the command has it, or its opposite
             continue
         names = [flag(name)]
         if argument.kind == "switch":
@@ -95,24 +100,29 @@ def add_foreign_flags(parser: argparse.ArgumentParser, table: Mapping[str, Forei
             dest=name,
             action=_Foreign,
             argument=argument,
+            remembers=remembers,
             nargs=counts.get(argument.kind),
             help=argparse.SUPPRESS,
         )
 
 
 class _Foreign(argparse.Action):
-    """Checks a value and drops it; the namespace gets the flags that had no effect."""
+    """Checks a value and drops it; if it `remembers`, the namespace gets the flags that had no effect."""
 
-    def __init__(self, option_strings: list[str], dest: str, argument: ForeignArgument, **options: Any) -> None:
+    def __init__(
+        self, option_strings: list[str], dest: str, argument: ForeignArgument, remembers: bool, **options: Any
+    ) -> None:
         super().__init__(option_strings, dest, **{**options, "default": argparse.SUPPRESS})
         self._argument = argument
+        self._remembers = remembers
 
     def __call__(self, parser: Any, namespace: Any, text: Any, option: str | None = None) -> None:
         try:
-            compat.check_argument(self._argument, self._value(text, option or ""), ConfigError)
+            check_argument(self._argument, self._value(text, option or ""), ConfigError)
         except ConfigError as error:
             raise argparse.ArgumentError(None, f"{option}: {error}") from None
-        namespace.without_effect = [*getattr(namespace, "without_effect", []), flag(self.dest)]
+        if self._remembers:
+            namespace.without_effect = [*getattr(namespace, "without_effect", []), flag(self.dest)]
 
     def _value(self, text: Any, option: str) -> Any:
         match self._argument.kind:
@@ -188,7 +198,7 @@ def add_common(parser: argparse.ArgumentParser, log_level: str = "warning", alwa
     group.add_argument(
         "--log-level",
         type=as_log_level,
-        choices=("debug", "info", "warning", "error"),
+        choices=LOG_LEVELS,
         default=log_level if always_set else argparse.SUPPRESS,
         help=f"log level on stderr; debug logs every step (default: {log_level})",
     )

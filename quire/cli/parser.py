@@ -87,6 +87,9 @@ class Parser(argparse.ArgumentParser):
             if name.startswith("--no-") and "--" + name[5:] in action.option_strings:
                 return "--" + name[5:], False
             return None
+        if name.startswith("--no-"):
+            inner = self._switch("--" + name[5:])
+            return None if inner is None else (inner[0], not inner[1])
         for prefix, other in (("--enable-", "--disable-"), ("--disable-", "--enable-")):
             if name.startswith(prefix) and f"--no-{other[2:]}{name[len(prefix) :]}" in known:
                 return other + name[len(prefix) :], False

@@ -8,7 +8,8 @@ import os
 import secrets
 from typing import TYPE_CHECKING
 
-from quire.api import vllm_arguments, vllm_environment
+from quire import vllm_arguments
+from quire.api import vllm_environment
 from quire.cli.engine_flags import (
     add_common,
     add_config_flags,

@@ -11,8 +11,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quire.api import vllm_arguments, vllm_environment
+from quire import vllm_arguments
+from quire.api import vllm_environment
 from quire.cli.engine_flags import (
+    LOG_LEVELS,
     add_common,
     add_config_flags,
     add_engine_flags,
@@ -77,13 +79,20 @@ def run(args: argparse.Namespace) -> int:
     args = with_file(args, Path(args.config)) if hasattr(args, "config") else args
     environment = vllm_environment.read(os.environ)
     engine, config = configurations(args, environment)
-    level = getattr(args, "log_level", None) or as_log_level(os.environ.get("VLLM_LOGGING_LEVEL") or LOG_LEVEL)
-    set_up(config.log_format, level)
+    set_up(config.log_format, getattr(args, "log_level", None) or _level_of_vllm() or LOG_LEVEL)
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # the server logs these errors itself
     environment.report(logger)
     if without_effect := getattr(args, "without_effect", []):
         logger.info("flags of vLLM that have no effect here: %s", ", ".join(dict.fromkeys(without_effect)))
     return serve(engine, config, print_banner)
+
+
+def _level_of_vllm() -> str | None:
+    """The log level of vLLM's variable."""
+    level = as_log_level(text := os.environ.get("VLLM_LOGGING_LEVEL", ""))
+    if level not in ("", *LOG_LEVELS):
+        raise ConfigError(f"VLLM_LOGGING_LEVEL must be one of {', '.join(LOG_LEVELS)}; got {text!r}", "log_level", text)
+    return level or None
 
 
 def configurations(

@@ -206,14 +206,13 @@ def _make_default(
 
 def _die(link: ipc.MessageLink, error: Exception) -> None:
     """Send the reason and exit at once: cleaning up on a lost device may hang, but not that of temporary files."""
-    from quire.engine.tiers import remove_scratch
-
     if not isinstance(error, EngineDeadError):
         logger.error("the engine's loop failed", exc_info=error)
     message = str(error) if isinstance(error, EngineDeadError) else f"its loop failed: {type(error).__name__}: {error}"
     with contextlib.suppress(OSError):
         link.send(ipc.Died(message))
-    remove_scratch()
+    if (tiers := sys.modules.get("quire.engine.tiers")) is not None:  # otherwise it has no sessions
+        tiers.remove_scratch()
     os._exit(1)
 
 

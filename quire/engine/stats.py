@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from quire.engine.memory_watch import MemoryWatch
 from quire.executor.expert_balance import ExpertBalance
@@ -78,6 +80,40 @@ class Metric:
     """Of a histogram: values in each bucket (not cumulative), and one more bucket for those above every bound."""
     series: tuple[tuple[tuple[str, ...], float], ...] = ()
     """Of a metric with labels: its value for each set of labels. `value` sums them up."""
+
+    # As vLLM's metrics have them.
+
+    @property
+    def under_vllms_name(self) -> Metric | None:
+        """The same metric with vLLM's prefix; None if it has none like it."""
+        name = self.name.partition(":")[2]
+        return None if name not in SPECS or SPECS[name].is_ours else dataclasses.replace(self, name=f"vllm:{name}")
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """Labels of the whole metric: there are none."""
+        return {}
+
+    @property
+    def values(self) -> list[float]:
+        """Of a metric with labels: its values in their order."""
+        return [value for _, value in self.series]
+
+    @property
+    def sum(self) -> float:
+        """Of a histogram: the sum of all values."""
+        return self.value
+
+    @property
+    def count(self) -> int:
+        """Of a histogram: how many values there were."""
+        return sum(self.counts)
+
+    @property
+    def buckets(self) -> dict[str, int]:
+        """Of a histogram: how many values were at most each bound."""
+        bounds = [*(str(float(bound)) for bound in self.bounds), "+Inf"]
+        return dict(zip(bounds, accumulate(self.counts), strict=False))
 
 
 def scheduler_metrics(scheduler: Scheduler, compiling: int, compile_times: Histogram) -> list[Metric]:

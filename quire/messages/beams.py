@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import msgspec
 
 from quire.errors import ValidationError
 from quire.messages.plan import TokenLogprobs
-from quire.messages.sampling import check_integer, check_number, check_token_ids
+from quire.messages.sampling import VllmFields, check_integer, check_number, check_token_ids
+from quire.vllm_arguments import BEAMS, ForeignArgument
 
 MAX_WIDTH = 1024
 STEEPEST_PENALTY = 50.0
 """Beyond this, a power of a long context overflows."""
 
 
-class BeamSearchParams(msgspec.Struct, omit_defaults=True):
+class BeamSearchParams(msgspec.Struct, metaclass=VllmFields, omit_defaults=True):
     """How wide a beam search is, how it ranks sequences, and when it ends. Names are vLLM's and transformers'."""
+
+    foreign: ClassVar[Mapping[str, ForeignArgument]] = BEAMS
 
     beam_width: int
     max_tokens: int

@@ -163,6 +163,11 @@ class CompletionOutput:
     stop_reason: int | str | None = None
     lora_request: Any = None
 
+    # What vLLM reports of features that quire lacks.
+    routed_experts: ClassVar[None] = None
+    sampling_mask: ClassVar[None] = None
+    spec_decode_metrics: ClassVar[None] = None
+
     def finished(self) -> bool:
         """Whether this sequence has ended."""
         return self.finish_reason is not None
@@ -183,6 +188,12 @@ class RequestOutput:
     lora_request: Any = None
     error: str | None = field(default=None)
     """What went wrong, when a sequence's finish_reason is "error"."""
+
+    # What vLLM reports of features that quire lacks.
+    encoder_prompt: ClassVar[None] = None
+    encoder_prompt_token_ids: ClassVar[None] = None
+    kv_transfer_params: ClassVar[None] = None
+    ec_transfer_params: ClassVar[None] = None
 
 
 @dataclass
@@ -238,6 +249,24 @@ class EmbeddingRequestOutput:
         """The same with the vector as a list."""
         fields = vars(output) | {"outputs": EmbeddingOutput(output.outputs.data.tolist())}
         return cls(**fields)
+
+
+@dataclass
+class ScoringOutput:
+    """How similar two prompts are."""
+
+    score: float
+
+
+@dataclass
+class ScoringRequestOutput:
+    """Two prompts and their score; ids and tokens are those of both."""
+
+    request_id: str
+    outputs: ScoringOutput
+    prompt_token_ids: list[int]
+    num_cached_tokens: int
+    finished: bool = True
 
 
 @dataclass

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import msgspec
 
 from quire.errors import ValidationError
-from quire.messages.sampling import check_integer
+from quire.messages.sampling import VllmFields, check_integer
+from quire.vllm_arguments import POOLING, ForeignArgument
 
 POOLINGS = ("last", "mean")
 TASK = "embed"
 """The only supported task."""
 
 
-class PoolingParams(msgspec.Struct, omit_defaults=True):
+class PoolingParams(msgspec.Struct, metaclass=VllmFields, omit_defaults=True):
     """One vector for a prompt, from the hidden states after the model's final norm."""
+
+    foreign: ClassVar[Mapping[str, ForeignArgument]] = POOLING
 
     use_activation: bool | None = None
     """Whether the vector is scaled to length 1; it is, unless False."""

@@ -64,6 +64,8 @@ class NewRequest(msgspec.Struct):
     drawn: list[list[int] | None] = []
     """Set for a request that goes on after its engine died: the output tokens that each sequence has; None: the
     sequence has ended."""
+    prediction: list[int] = []
+    """What the client expects as the output: drafts, where there are any."""
 
     @property
     def num_sequences(self) -> int:

@@ -14,12 +14,13 @@ import enum
 import operator
 import sys
 from collections.abc import Collection, Mapping, Sequence
-from typing import Annotated, Any, Literal, get_args, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, get_args, get_type_hints
 
 import msgspec
 
 from quire.errors import ValidationError
 from quire.messages.structured import StructuredOutputsParams as StructuredOutputsParams
+from quire.vllm_arguments import SAMPLING, ForeignArgument, check_argument
 
 MAX_N = 16384
 MAX_STOP_STRINGS = 64
@@ -79,7 +80,18 @@ class RequestOutputKind(enum.Enum):
     """Nothing until the request is done."""
 
 
-class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=False):
+class VllmFields(msgspec.StructMeta):
+    """Makes a struct whose constructor also takes vLLM's fields that have no effect here; `foreign` lists them."""
+
+    foreign: Mapping[str, ForeignArgument]
+
+    def __call__(self, *values: Any, **fields: Any) -> Any:
+        for name in self.foreign.keys() & fields.keys():
+            check_argument(self.foreign[name], fields.pop(name))
+        return super().__call__(*values, **fields)
+
+
+class SamplingParams(msgspec.Struct, metaclass=VllmFields, omit_defaults=True, kw_only=False):
     """How tokens are sampled, when a request ends, and what is reported about it.
 
     Scalars apply in this order: penalties (after `logit_bias` and lists), `temperature`, then the filters:
@@ -87,6 +99,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=False):
     `top_n_sigma` keeps the same tokens at every temperature, because the deviation scales with it ("Top-nσ: Not All
     Logits Are You Need"); the deviation is over all logits that are not masked.
     """
+
+    foreign: ClassVar[Mapping[str, ForeignArgument]] = SAMPLING
 
     n: Annotated[int, "Sequences generated for one prompt. They share its computation and its cache blocks"] = 1
     presence_penalty: Annotated[
@@ -112,7 +126,9 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=False):
     ] = 1.0  # fmt: skip
     temperature: Annotated[
         float,
-        Scalar("0 takes the most likely token; higher is more varied; at most 2", 0.0, 2.0, in_generation_config=True),
+        Scalar(
+            "0 takes the most likely token; higher is more varied; at most 100", 0.0, 100.0, in_generation_config=True
+        ),
     ] = 1.0
     top_p: Annotated[
         float,

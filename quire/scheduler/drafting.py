@@ -24,6 +24,7 @@ from quire.messages.request import Request
 from quire.messages.speculation import DeviceDrafts
 from quire.scheduler.draft_tuning import Choice, Tuner
 from quire.speculative.host import HostProposer
+from quire.speculative.prediction import PredictedText
 
 if TYPE_CHECKING:
     from quire.scheduler.request_table import RequestTable
@@ -102,6 +103,8 @@ class Drafting:
         self._vocab_size = vocab_size
         self._structured: dict[int, Request] = {}
         """By row: requests with a grammar."""
+        self._predicted: dict[int, PredictedText] = {}
+        """By row: the output that a client expects."""
         self._collected = -math.inf
         """When the last step was collected."""
         self._ask_seconds = 0.0
@@ -148,6 +151,8 @@ class Drafting:
         self._is_excluded[row] = is_excluded
         if is_structured and not is_excluded:
             self._structured[row] = request
+        if request.source.prediction and not is_excluded:
+            self._predicted[row] = PredictedText(request.source.prediction)
         if self._host is not None and not is_excluded:
             try:
                 self._host.start(request.key, request.tokens(0, request.known), request.source.tenant)
@@ -172,6 +177,7 @@ class Drafting:
         """The request is about to leave its row; `has_ended`: for good."""
         row = request.row
         self._structured.pop(row, None)
+        self._predicted.pop(row, None)
         if self._host is not None and not self._is_excluded[row]:
             try:
                 self._host.leave(request.key, has_ended)
@@ -200,6 +206,8 @@ class Drafting:
         if self._device.keeps_cache and not builder.proposals:
             builder.proposals = int(self._keeps_up(ready))
         drafts = self._find_drafts(builder, ready, wanted)
+        if self._predicted:
+            self._ask_predictions(builder, ready, most, drafts)
         if self._structured:
             self._ask_grammars(builder, ready, most, drafts)
         self._stats.unavailable += int(np.count_nonzero((drafts == 0) & (wanted > 0)))
@@ -299,6 +307,22 @@ class Drafting:
         except Exception:
             self._exclude(request)
             return []
+
+    def _ask_predictions(
+        self, builder: StepBuilder, ready: NDArray[np.int64], most: NDArray[np.int64], drafts: NDArray[np.int64]
+    ) -> None:
+        """Prefer the text that a client expects, for as long as the output is in it: such drafts are mostly right."""
+        rows, drawing = self._rows, self._draws_in_flight()
+        for i in np.flatnonzero((most > 0) & np.isin(ready, list(self._predicted))).tolist():
+            row = int(ready[i])
+            request, predicted = rows.requests[row], self._predicted[row]
+            assert request is not None
+            predicted.read(request.output[predicted.num_read :])
+            run = predicted.run(int(rows.bound[row] - rows.known[row]) + int(most[i]))
+            left = min(len(run) - int(drawing[row]), int(most[i]))
+            if left > 0 and left >= drafts[i]:
+                drafts[i] = left
+                builder.drafts[row] = Drafts(row, int(rows.known[row]), run)
 
     def _ask_grammars(
         self, builder: StepBuilder, ready: NDArray[np.int64], most: NDArray[np.int64], drafts: NDArray[np.int64]

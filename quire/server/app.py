@@ -27,7 +27,8 @@ from quire.server.openapi import document
 from quire.server.routing import ADMIN, Route
 
 ROUTE_MODULES = [
-    "chat", "completions", "responses", "messages", "embeddings", "models", "tokenize", "sessions", "system",
+    "chat", "batch_chat", "completions", "responses", "conversations", "messages", "embeddings", "scoring", "models",
+    "tokenize", "sessions", "system", "invocations",
 ]  # fmt: skip
 """Modules of `quire.server.routes`, each with its `ROUTES`."""
 

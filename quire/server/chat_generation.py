@@ -17,13 +17,14 @@ from typing import Any
 
 import msgspec
 
+from quire.api.async_sessions import BranchTurn, Turn
+from quire.api.text_encoding import TextEncoder
 from quire.api.work_pool import check_abandoned
-from quire.engine.session_calls import SuspendSession
 from quire.messages.outputs import CompletionOutput, RequestOutput
 from quire.messages.sampling import RequestOutputKind, SamplingParams
 from quire.output.parsers.answer import AnswerReader
 from quire.output.parsers.deltas import CallArguments, CallEnd, CallStart, Content, Delta, Reasoning
-from quire.output.parsers.reasoning import ThinkSplit, make_reasoning_split
+from quire.output.parsers.reasoning import SWITCHES, ThinkSplit, make_reasoning_split
 from quire.output.parsers.toolcalls import ToolPlan
 from quire.server.context import ServerContext
 from quire.server.errors import bad_request
@@ -39,7 +40,11 @@ from quire.server.http import EventStream, Exchange
 from quire.server.protocol.chat import ChatRequest
 from quire.server.protocol.conversation import NamedTool
 from quire.server.protocol.sampling import beam_search_params, sampling_params
+from quire.speculative.prediction import MAX_PREDICTED_TOKENS, PredictedText
 
+MOST_DROPPED = 4
+DROPPED_CHARACTERS = 64
+"""How much of an earlier turn's end a prompt that goes on from it may lack, in tokens and in characters."""
 THINKING_VARIABLES = ("enable_thinking", "thinking")
 """Names that chat templates have for the switch between reasoning and not."""
 
@@ -119,6 +124,31 @@ class SessionPrompt:
 
 
 @dataclass
+class Branch:
+    """A prompt that goes on from an earlier turn's tokens, if its text goes on from theirs."""
+
+    turn: BranchTurn | None = None
+    """The turn of a session that it becomes; None: of none."""
+    before: list[int] = field(default_factory=list)
+
+    def continued(self, texts: TextEncoder, text: str) -> list[int] | None:
+        """Tokens of the whole prompt that begin with the earlier ones; None if its text does not begin with theirs.
+
+        Tokens that were generated are often not those that a tokenizer makes of the same text: without this, their KV
+        would not be found. A few at their end may go: the end token or stop string that the template does not repeat.
+        """
+        for drop in range(min(MOST_DROPPED, len(self.before)) + 1):
+            kept = self.before[: len(self.before) - drop]
+            start = texts.decode(kept)
+            if text.startswith(start):
+                tokens = kept + texts.encode(text[len(start) :], "input_text", add_special_tokens=False)
+                return tokens if texts.decode(tokens) == text else None
+            if not text.startswith(start[:-DROPPED_CHARACTERS]):
+                return None
+        return None
+
+
+@dataclass
 class ChatGeneration:
     """A checked chat request, ready to be generated."""
 
@@ -168,7 +198,7 @@ class ChatGeneration:
             self.context.metrics.on_tool_parse(self.is_streamed, choice.calls > 0, self.exchange.path)
         if choice.calls and self.job.turn is not None:
             # Until the tools' results arrive, other requests can use the session's memory.
-            await self.context.llm.call_sessions(SuspendSession(self.job.turn.key))
+            await self.job.turn.suspend(self.context.llm)
 
 
 def is_long(request: ChatRequest) -> bool:
@@ -182,9 +212,11 @@ def prepare(
     request: ChatRequest,
     session: SessionPrompt | None = None,
     is_limit_soft: bool = False,
+    branch: Branch | None = None,
 ) -> ChatGeneration:
     """Check a chat request and render its messages to a prompt, in `Exchange.work`; `session`: the prompt, if it is a
-    session's turn; `is_limit_soft`: the answer may end at the model's length, below the limit of the request."""
+    session's turn; `is_limit_soft`: the answer may end at the model's length, below the limit of the request;
+    `branch`: what the prompt goes on from."""
     context.check_serving()
     context.check_model(request.model)
     request.check_fields()
@@ -198,6 +230,10 @@ def prepare(
         request, context.sampling_defaults, context.max_new_tokens if limit is None else limit, logprobs
     )
     text, tokens = render(context, request) if session is None else (session.text, session.tokens)
+    if branch is not None and branch.before and (same := branch.continued(context.texts, text)) is not None:
+        tokens = same if len(same) <= (params.truncate_prompt_tokens or len(same)) else tokens
+    if request.echo and not request.stream and params.prompt_logprobs is None:
+        params.prompt_logprobs = request.top_logprobs or 0
     if is_limit_soft and limit is not None and limit <= context.max_model_len:
         params.max_tokens = limit = max(1, min(limit, context.max_model_len - len(tokens)))
     if params.truncate_prompt_tokens is None:
@@ -215,14 +251,30 @@ def prepare(
         params.skip_special_tokens = False
     if split is not None and params.output_kind is RequestOutputKind.FINAL_ONLY:
         params.output_kind = RequestOutputKind.DELTA  # to find the token at which reasoning ends
-    turn = requested_session(exchange, request, search) if session is None else session.turn
+    turn: Turn | None = branch.turn if branch is not None else None
+    if turn is None:
+        turn = requested_session(exchange, request, search) if session is None else session.turn
+    prediction = _prediction(context, request)
+    counter = UsageCounter()
+    counter.predictions = [PredictedText(prediction) for _ in readers if prediction]
     return ChatGeneration(
         context=context,
         exchange=exchange,
-        job=GenerationJob(tokens, params, text, request.priority or 0, request.cache_salt, search, turn),
+        job=GenerationJob(
+            tokens,
+            params,
+            text,
+            request.priority or 0,
+            request.cache_salt,
+            search,
+            turn,
+            prediction,
+            is_turn_optional=turn is not None and session is None and request.session_id is None,
+        ),
         choices=[GeneratedChoice(reader, plan, request.keeps_reasoning) for reader in readers],
         splits_reasoning=split is not None,
         is_streamed=bool(request.stream),
+        counter=counter,
     )
 
 
@@ -265,7 +317,8 @@ def render(context: ServerContext, request: ChatRequest) -> tuple[str, list[int]
     text = context.tool_prompts.render(messages, **arguments)
     check_abandoned()
     # The template writes the special tokens itself; the tokenizer must not add its own.
-    return text, context.tokenize(text, add_special_tokens=False, keep=request.truncate_prompt_tokens)
+    from_start = request.truncation_side == "right"
+    return text, context.tokenize(text, False, keep=request.truncate_prompt_tokens, from_start=from_start)
 
 
 def _check_template(context: ServerContext, request: ChatRequest) -> None:
@@ -302,8 +355,17 @@ def template_kwargs(context: ServerContext, request: ChatRequest) -> dict[str, A
     if request.effort is not None:
         given["reasoning_effort"] = request.effort
     if request.thinks is not None:
-        given |= dict.fromkeys(THINKING_VARIABLES, request.thinks)
+        given |= dict.fromkeys(SWITCHES, request.thinks)
     return {**(context.config.default_chat_template_kwargs or {}), **given, **(request.chat_template_kwargs or {})}
+
+
+def _prediction(context: ServerContext, request: ChatRequest) -> list[int]:
+    """The tokens of the answer that the client expects; none if there are no drafts to make of them."""
+    text = "" if request.prediction is None else request.prediction.text
+    if not text or context.llm.config.speculative_config is None or request.use_beam_search:
+        return []
+    most = min(MAX_PREDICTED_TOKENS, context.max_model_len)
+    return context.texts.encode_start(text, most, "prediction", add_special_tokens=False)[:most]
 
 
 def _logprobs(context: ServerContext, request: ChatRequest) -> int | None:

@@ -99,6 +99,9 @@ class ServerConfig:
         False, "Include usage in every chunk and at the end of every stream", "answers"
     )
     enable_request_id_headers: bool = option(False, "Send X-Request-Id in responses", "answers")
+    enable_tokenizer_info_endpoint: bool = option(
+        True, "Serve /tokenizer_info: the tokenizer's settings and chat template", "answers"
+    )
     enable_per_request_metrics: bool = option(
         False, "Include times, cached tokens and preemptions in every response, as return_metrics does", "answers"
     )
@@ -132,6 +135,24 @@ class ServerConfig:
     )
     max_samples: int = option(128, "Most sequences (n) of one prompt", "limits")
     max_prompts: int = option(1024, "Most prompts in one completions request, each counted n times", "limits")
+    max_stored_responses: int = option(
+        1000,
+        "Most responses, and as many conversations, that one tenant has stored; the least recently used are dropped. "
+        "0: nothing is stored",
+        "limits",
+    )
+    max_stored_bytes: int = option(
+        64 * 2**20,
+        "Most bytes of one tenant's stored responses and conversations, besides the tokens of their sessions; all "
+        "tenants together have 16 times as many",
+        "limits",
+    )
+    stored_response_ttl: float = option(
+        30 * 86400.0, "Seconds without use after which a stored response or conversation is deleted", "limits"
+    )
+    max_background_responses: int = option(
+        16, "Most background responses of one tenant at once; more requests get 429", "limits"
+    )
     request_timeout: float | None = option(
         None, "Seconds a request may take, queued and running; a request's own timeout can only shorten it", "limits"
     )
@@ -163,6 +184,9 @@ class ServerConfig:
     enable_log_requests: bool = option(
         False, "Also log prompts and sampling parameters; otherwise prompts are never logged", "observability"
     )
+    max_log_len: int = option(
+        2048, "With enable_log_requests: most characters (or token ids) of a prompt in the log", "observability"
+    )
     vllm_metric_names: bool = option(
         True, "Also show metrics under vLLM's names (vllm:), for dashboards and alerts made for it", "observability"
     )
@@ -192,7 +216,8 @@ class ServerConfig:
         for name, least in (
             ("max_queued_requests", 0), ("max_queued_tokens", 0), ("max_body_bytes", 1), ("max_open_body_bytes", 1),
             ("max_body_values", 64), ("max_prompt_logprobs", 1), ("max_header_bytes", 256),
-            ("max_samples", 1), ("max_prompts", 1), ("port", 0), ("api_server_count", 0),
+            ("max_samples", 1), ("max_prompts", 1), ("port", 0), ("max_stored_responses", 0), ("max_stored_bytes", 1),
+            ("max_background_responses", 0), ("max_log_len", 0), ("api_server_count", 0),
         ):  # fmt: skip
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
@@ -201,15 +226,16 @@ class ServerConfig:
             raise ConfigError(f"port is at most {LARGEST_PORT}, got {self.port}", "port", self.port)
         for name in (
             "request_timeout", "stall_timeout", "shutdown_timeout", "reload_timeout", "engine_stall_seconds",
-            "engine_hang_timeout",
+            "engine_hang_timeout", "stored_response_ttl",
         ):  # fmt: skip
             value = getattr(self, name)
             if value is None:
                 continue
             if not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
                 raise ConfigError(f"{name} must be a number of seconds, got {value!r}", name, value)
-        if self.request_timeout == 0 or self.stall_timeout == 0:
-            raise ConfigError("request_timeout and stall_timeout must be above 0", "request_timeout", 0)
+        for name in ("request_timeout", "stall_timeout", "stored_response_ttl"):
+            if getattr(self, name) == 0:
+                raise ConfigError(f"{name} must be above 0", name, 0)
 
     def _check_access(self) -> None:
         for name in ("api_key", "served_model_name", "allowed_origins"):

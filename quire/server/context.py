@@ -37,6 +37,7 @@ from quire.server.observability.metrics import ServerMetrics
 from quire.server.observability.observer import HttpListener, Observer
 from quire.server.observability.tracing import make_traces
 from quire.server.routing import Handler
+from quire.server.stored.background import StoredResponses
 from quire.server.tool_prompts import ToolPrompts
 
 logger = logging.getLogger(__name__)
@@ -107,7 +108,7 @@ class ServerContext:
         http: list[HttpListener] = [self.metrics, *([AccessLog()] if config.access_log else [])]
         self.observer = Observer(
             self.metrics,
-            *([RequestLog()] if config.enable_log_requests else []),
+            *([RequestLog(config.max_log_len)] if config.enable_log_requests else []),
             http=http if self._traces is None else [*http, self._traces],
         )
         generation = read_generation_config(info.files, llm.config)
@@ -116,6 +117,8 @@ class ServerContext:
         }
         self.max_new_tokens: int | None = generation.get("max_new_tokens") or None
         """The model's own limit on generated tokens, for requests without one."""
+        self.stored = StoredResponses(llm, config, is_here=hub_handler is None)
+        """Responses and conversations that clients can refer to."""
         self._stall_check: asyncio.Task[None] | None = None
         self._reloading: asyncio.Task[None] | None = None
 
@@ -124,6 +127,7 @@ class ServerContext:
     async def start(self) -> None:
         """Start supervision; call it in the event loop, before requests come."""
         self.supervisor.start()
+        self.stored.start()
         self._stall_check = asyncio.ensure_future(self._disconnect_stalled())
 
     async def stop(self) -> None:
@@ -131,6 +135,7 @@ class ServerContext:
         for task in (self._stall_check, self._reloading):
             if task is not None:
                 task.cancel()
+        await self.stored.stop()
         await self.supervisor.stop()
         if self._traces is not None:
             await asyncio.to_thread(self._traces.shutdown)
@@ -139,7 +144,7 @@ class ServerContext:
         """Take no more requests, wait for the open ones for `seconds`, then interrupt the rest."""
         self.is_draining = True
         deadline = time.monotonic() + seconds
-        while self.exchanges and time.monotonic() < deadline:
+        while (self.exchanges or self.stored.background.running) and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
         for exchange in list(self.exchanges):
             exchange.interrupt(unavailable("the server is shutting down; the request was interrupted"))
@@ -213,13 +218,21 @@ class ServerContext:
         return encoder
 
     def tokenize(
-        self, text: str, add_special_tokens: bool = True, keep: int | None = None, field: str = "input_text"
+        self,
+        text: str,
+        add_special_tokens: bool = True,
+        keep: int | None = None,
+        field: str = "input_text",
+        from_start: bool = False,
     ) -> list[int]:
-        """Text as token ids. Raises for a text that cannot fit, unless only the last `keep` tokens are wanted (-1: as
-        many as fit)."""
+        """Text as token ids. Raises for a text that cannot fit, unless only `keep` tokens are wanted (-1: as many as
+        fit): the last ones, or with `from_start` the first."""
         if keep is None:
             return self.texts.encode(text, field, add_special_tokens)
-        return self.texts.encode_end(text, self.max_model_len if keep < 0 else keep, field, add_special_tokens)
+        keep = self.max_model_len if keep < 0 else keep
+        if from_start:
+            return self.texts.encode_start(text, keep, field, add_special_tokens)[:keep]
+        return self.texts.encode_end(text, keep, field, add_special_tokens)
 
     @functools.cached_property
     def vocabulary(self) -> Vocabulary | None:

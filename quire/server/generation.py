@@ -12,11 +12,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import dataclass
+from contextlib import aclosing
+from dataclasses import dataclass, field
 from types import TracebackType
 
+from msgspec import UNSET
+
 from quire.api.async_sessions import SessionTurn as SessionTurn
+from quire.api.async_sessions import Turn
 from quire.api.inputs import TokensPrompt
+from quire.errors import SessionBusyError
 from quire.messages.beams import BeamSearchParams
 from quire.messages.outputs import BeamSearchOutput, RequestOutput
 from quire.messages.sampling import SamplingParams
@@ -28,6 +33,7 @@ from quire.server.limits import QueueTicket
 from quire.server.protocol.common import CompletionTokensDetails, PromptTokensDetails, Usage
 from quire.server.protocol.sampling import GenerationFields, session_names
 from quire.sessions.log import session_key
+from quire.speculative.prediction import PredictedText
 
 SESSION_HEADER = "x-session-id"
 
@@ -48,8 +54,13 @@ class GenerationJob:
     cache_salt: str | None = None
     search: BeamSearchParams | None = None
     """Set for a beam search: its hypotheses become the sequences, and `params` only says how they are written."""
-    turn: SessionTurn | None = None
+    turn: Turn | None = None
     """Set if the job is a turn of a session."""
+    prediction: list[int] = field(default_factory=list)
+    """The tokens that the client expects as the output."""
+    is_turn_optional: bool = False
+    """The session is named by a header, which other clients send for their own ends: if a turn of it is running, this
+    request is none."""
     sink: DirectEvents | None = None
     """Sends new text."""
 
@@ -59,6 +70,8 @@ class GenerationJob:
         prompt: TokensPrompt = {"prompt_token_ids": self.tokens, "cache_salt": self.cache_salt or ""}
         if self.text is not None:
             prompt["prompt"] = self.text
+        if self.prediction:
+            prompt["prediction"] = self.prediction
         return prompt
 
 
@@ -107,6 +120,9 @@ def requested_session(
     if request.session_id is None:
         exchange.client_names = {**exchange.client_names, **session_names("X-Session-Id")}
     if (request.n or 1) != 1 or search is not None:
+        if request.session_id is None:
+            exchange.fields.ignore("X-Session-Id")
+            return None
         raise bad_request("a session's turn generates one sequence: n must be 1, without beam search", "n")
     return SessionTurn(session_key(exchange.tenant, name), rewrites=True)
 
@@ -128,14 +144,30 @@ class EngineRequest:
         self._record = self._context.observer.on_submit(
             exchange.id, job.params, job.tokens if job.text is None else job.text
         )
-        self._outputs = (
-            self._context.llm.run(
-                job.prompt, job.params, exchange.id, job.priority, exchange.tenant, job.turn, True, job.sink
-            )
-            if job.search is None
-            else self._search(job.search)
-        )
+        if job.search is not None:
+            self._outputs = self._search(job.search)
+        else:
+            self._outputs = self._turn_or_not() if job.is_turn_optional else self._run()
         return self._outputs
+
+    def _run(self) -> AsyncGenerator[RequestOutput, None]:
+        job, exchange = self._job, self._exchange
+        return self._context.llm.run(
+            job.prompt, job.params, exchange.id, job.priority, exchange.tenant, job.turn, True, job.sink
+        )
+
+    async def _turn_or_not(self) -> AsyncGenerator[RequestOutput, None]:
+        """Run as a turn of the session, or without it if it is busy."""
+        try:
+            async with aclosing(self._run()) as outputs:
+                async for output in outputs:
+                    yield output
+        except SessionBusyError:  # raised before the first output
+            self._exchange.fields.ignore("X-Session-Id")
+            self._job.turn = None
+            async with aclosing(self._run()) as outputs:
+                async for output in outputs:
+                    yield output
 
     def on_output(self, output: RequestOutput) -> None:
         """Record an output; call it for each one. Raises 500 if the engine could not finish the request."""
@@ -256,6 +288,8 @@ class UsageCounter:
         self.completion = 0
         self.reasoning: int | None = None
         """Reasoning tokens; None if reasoning is not separated from the answer."""
+        self.predictions: list[PredictedText] = []
+        """For each sequence of a request with a prediction: the prediction, as far as the sequence has come."""
 
     def add(self, index: int, output: RequestOutput) -> None:
         """Count an output of job `index`. Outputs must be deltas, or the only one."""
@@ -263,6 +297,20 @@ class UsageCounter:
             self._prompts[index] = len(output.prompt_token_ids), output.num_cached_tokens or 0
         for sequence in output.outputs:
             self.completion += len(sequence.token_ids)
+            if self.predictions:
+                self.predictions[sequence.index].read(sequence.token_ids)
+
+    @property
+    def first_usage(self) -> Usage:
+        """The prompt's tokens alone, as the first chunk of a stream reports them."""
+        prompt = sum(tokens for tokens, _ in self._prompts.values())
+        details = None if self.reasoning is None else CompletionTokensDetails(0)
+        return Usage(
+            prompt_tokens=prompt,
+            total_tokens=prompt,
+            completion_tokens=0,
+            completion_tokens_details=UNSET if details is None else details,
+        )
 
     @property
     def usage(self) -> Usage:
@@ -273,6 +321,9 @@ class UsageCounter:
             completion_tokens=self.completion,
             prompt_tokens_details=PromptTokensDetails(sum(cached for _, cached in self._prompts.values())),
         )
-        if self.reasoning is not None:
-            usage.completion_tokens_details = CompletionTokensDetails(self.reasoning)
+        if self.reasoning is not None or self.predictions:
+            usage.completion_tokens_details = CompletionTokensDetails(self.reasoning or 0)
+        if self.predictions and usage.completion_tokens_details:
+            usage.completion_tokens_details.accepted_prediction_tokens = sum(one.accepted for one in self.predictions)
+            usage.completion_tokens_details.rejected_prediction_tokens = sum(one.rejected for one in self.predictions)
         return usage

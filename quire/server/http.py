@@ -110,6 +110,9 @@ class Exchange:
         self._receive = receive
         self._send = send
         self._limits = limits
+        self.keeps_body = False
+        """Whether the body can be read again."""
+        self._body: bytes | None = None
         self._body_bytes = 0
         self._interruptible = 0
 
@@ -150,6 +153,8 @@ class Exchange:
     async def read_body(self, longest: int | None = None) -> bytes:
         """The whole body; raises 413 if it is too large, 408 if it is too slow. `longest`: bytes, if fewer than any
         body may have."""
+        if self._body is not None:
+            return self._body
         most = self._limits.max_body if longest is None else min(longest, self._limits.max_body)
         declared = self.headers.get("content-length", "")
         if declared.isdecimal() and int(declared) > most:
@@ -165,7 +170,8 @@ class Exchange:
             self._body_bytes = size
             body.append(piece)
             if not message.get("more_body", False):
-                return b"".join(body)
+                self._body = b"".join(body) if self.keeps_body else None
+                return b"".join(body) if self._body is None else self._body
 
     async def _next_message(self, seconds: float) -> Message:
         try:

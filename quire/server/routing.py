@@ -59,7 +59,7 @@ class Route:
     is_public: bool = False
     """It needs no key."""
     is_hubs: bool = False
-    """It is about the whole server: with several fronts, the hub answers it. It has no body."""
+    """It is about the whole server, or about what only one process keeps: with several fronts, the hub answers it."""
     error_style: ErrorStyle | None = None
     """Its error format, if not OpenAI's."""
 

@@ -341,7 +341,7 @@ class TestProcesses:
 
     def test_a_killed_engine_fails_its_requests_and_can_be_restarted(self, tiny_model: Path) -> None:
         async def work() -> None:
-            config = EngineConfig(model=str(tiny_model), **SETTINGS)
+            config = EngineConfig(model=str(tiny_model), **SETTINGS, max_engine_restarts=0)
             async with AsyncLLM.from_config(config) as llm:
                 expected = await final(llm, "abc")
                 streams = [llm.generate("abc", params(max_tokens=250)) for _ in range(5)]
@@ -373,7 +373,8 @@ class TestProcesses:
     def test_a_loop_that_fails_reports_why(self, tiny_model: Path, caplog: pytest.LogCaptureFixture) -> None:
         async def work() -> None:
             with caplog.at_level("INFO", "quire"):
-                llm = AsyncLLM(tiny_model, **SETTINGS, scheduling_policy="tests.api.failing_policy.FailingPolicy")
+                policy = "tests.api.failing_policy.FailingPolicy"
+                llm = AsyncLLM(tiny_model, **SETTINGS, scheduling_policy=policy, max_engine_restarts=0)
             assert "ready in" in caplog.text  # its log lines are relayed
             async with llm:
                 assert (await final(llm, "abc", priority=5)).finished
@@ -408,12 +409,16 @@ class TestProcesses:
             AsyncLLM(tiny_model, **SETTINGS)
         assert is_gone(pids[0])
 
-    def test_an_engine_that_died_between_event_loops_is_noticed(self, tiny_model: Path) -> None:
-        llm = AsyncLLM(tiny_model, **SETTINGS)
-        run(final(llm, "abc"))
+    @pytest.mark.parametrize("restarts", [0, 1])
+    def test_an_engine_that_died_between_event_loops_is_noticed(self, tiny_model: Path, restarts: int) -> None:
+        llm = AsyncLLM(tiny_model, **SETTINGS, max_engine_restarts=restarts)
+        before = run(final(llm, "abc"))
         os.kill(pid_of(llm), signal.SIGKILL)
-        with pytest.raises(EngineDeadError, match="SIGKILL"):
-            run(final(llm, "abc"))
+        if restarts:
+            assert run(final(llm, "abc")).outputs == before.outputs
+        else:
+            with pytest.raises(EngineDeadError, match="SIGKILL"):
+                run(final(llm, "abc"))
         llm.shutdown()
         llm.shutdown()
 

@@ -41,6 +41,7 @@ def test_a_suspect_that_was_not_alone_is_tried_again_first() -> None:
     watch.begin_trial("b")
     assert not died(watch, a=25, b=0)  # it may have been either of them
     assert list(watch.suspects) == ["b", "c"]
+    assert watch.needs_empty("b") and not watch.needs_empty("c")
 
 
 def test_progress_clears_a_request() -> None:

@@ -51,7 +51,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=4)
         ({"prompt": None}, "NoneType"),
         ({}, "NoneType"),
         ({"text": "a"}, "text"),
-        ({"prompt": "a", "multi_modal_data": {}}, "multi_modal_data"),
+        ({"prompt": "a", "multi_modal_data": {"image": 1}}, "multi_modal_data"),
         ([["a"]], "'a'"),
         ([5.5], "float"),
         ([None], "NoneType"),
@@ -87,7 +87,7 @@ def test_one_bad_prompt_refuses_the_batch_and_frees_the_rest(llm: LLM, bad: Any)
     "fields",
     [
         {"temperature": -0.1}, {"temperature": math.nan}, {"temperature": math.inf}, {"temperature": "hot"},
-        {"temperature": None}, {"temperature": 2.5}, {"top_p": 0}, {"top_p": 1.1}, {"top_p": -1}, {"top_p": math.nan},
+        {"temperature": None}, {"temperature": 100.5}, {"top_p": 0}, {"top_p": 1.1}, {"top_p": -1}, {"top_p": math.nan},
         {"top_k": -2}, {"top_k": 1.5}, {"min_p": -0.1}, {"min_p": 1.1}, {"n": 0}, {"n": -1}, {"n": 1.0}, {"n": True},
         {"n": 20_000}, {"n": 2, "temperature": 0}, {"max_tokens": 0}, {"max_tokens": -5}, {"max_tokens": "many"},
         {"min_tokens": -1}, {"min_tokens": 5, "max_tokens": 4}, {"presence_penalty": 2.1}, {"frequency_penalty": -2.1},

@@ -121,7 +121,7 @@ def test_an_interrupt_while_waiting_for_outputs_aborts(both: LLM) -> None:
 
 
 def test_a_stream_fails_for_its_reader_only_and_a_dropped_llm_ends_its_engines(tiny_model: Path) -> None:
-    both = LLM(tiny_model, **SETTINGS)
+    both = LLM(tiny_model, **SETTINGS, max_engine_restarts=0)
     lost, pid = stopped_midway(both)
     other = both.stream("abc", greedy(max_tokens=20))
     os.kill(pid, signal.SIGKILL)

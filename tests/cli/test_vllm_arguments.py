@@ -12,13 +12,13 @@ import pytest
 
 from quire.api import vllm_environment
 from quire.api.compat import engine_arguments
-from quire.api.vllm_arguments import BATCH, CALL, ENGINE, SERVER, ForeignArgument
-from quire.cli import run_batch, serve
+from quire.cli import run_batch, serve, vllm_page
 from quire.cli.engine_flags import flag
 from quire.cli.parser import Parser, UsageError
 from quire.config import EngineConfig
 from quire.errors import ConfigError
 from quire.server.config import ServerConfig
+from quire.vllm_arguments import BATCH, CALL, ENGINE, SERVER, ForeignArgument
 
 NAMES = json.loads((Path(__file__).parents[1] / "data" / "vllm_arguments.json").read_text())
 """vLLM's arguments in its releases 0.6 to 0.33: (name, where, kind of flag, default, last release that has it)."""
@@ -116,10 +116,8 @@ def test_what_would_have_an_effect_is_refused_by_name_as_keyword_and_as_flag(row
         parse(*arguments)
 
 
-def test_no_argument_is_both_a_setting_and_in_the_table():
-    fields = set(EngineConfig.__dataclass_fields__)
-    assert not fields & set(ENGINE)
-    assert not set(ServerConfig.__dataclass_fields__) & set(SERVER)
+def test_no_argument_is_both_an_engine_setting_and_in_the_table():
+    assert not set(EngineConfig.__dataclass_fields__) & set(ENGINE)
 
 
 # Forms
@@ -242,6 +240,21 @@ def test_limits_and_logs_under_vllms_names():
     assert configurations("--no-disable-uvicorn-access-log")[1].access_log
 
 
+@pytest.mark.parametrize(
+    "arguments, is_on",
+    [
+        (["--disable-log-requests"], False),
+        (["--enable-log-requests", "--disable-log-requests"], False),
+        (["--disable-log-requests=false"], True),
+        (["--no-disable-log-requests"], True),
+        (["--disable-log-requests", "--enable-log-requests"], True),
+    ],
+    ids=str,
+)
+def test_whether_prompts_are_logged_is_what_the_last_flag_says(arguments, is_on):
+    assert configurations(*arguments)[1].enable_log_requests == is_on
+
+
 def test_a_configuration_file_of_vllm(tmp_path):
     (tmp_path / "vllm.yaml").write_text(
         "model: a-model\nhost: 0.0.0.0\nport: 6379\nuvicorn-log-level: info\nenable_lora: false\n"
@@ -255,3 +268,19 @@ def test_a_configuration_file_of_vllm(tmp_path):
     (tmp_path / "vllm.yaml").write_text("enable-lora: true\n")
     with pytest.raises(UsageError, match="--enable-lora.*adapters"):
         serve.with_file(parse(), tmp_path / "vllm.yaml")
+
+
+# The page
+
+
+def test_the_page_for_those_who_move_is_up_to_date():
+    assert (Path(__file__).parents[2] / "docs/from-vllm.md").read_text() == vllm_page.page(), "run `make docs`"
+
+
+def test_the_page_has_every_argument_and_variable():
+    page = vllm_page.page()
+    for name, *_ in NAMES:
+        if name in ENGINE or name in SERVER or name in BATCH:
+            assert f"`--{name.replace('_', '-')}`" in page or f"`{name}`" in page, name
+    for name in (*vllm_environment.VARIABLES, *CALL):
+        assert f"`{name}`" in page

@@ -227,6 +227,16 @@ def test_a_wrong_size_of_the_cache_is_refused_under_its_own_name(monkeypatch, te
     assert EngineConfig().cpu_kv_cache_bytes == 1 << 30
 
 
+@pytest.mark.parametrize("given, level", [("DEBUG", "debug"), ("CRITICAL", "error"), ("", None), (None, None)])
+def test_the_log_level_of_vllm(monkeypatch, given, level):
+    if given is not None:
+        monkeypatch.setenv("VLLM_LOGGING_LEVEL", given)
+    assert serve._level_of_vllm() == level
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "loud")
+    with pytest.raises(ConfigError, match="VLLM_LOGGING_LEVEL must be one of"):
+        serve._level_of_vllm()
+
+
 def test_a_refusal_is_one_line_before_anything_is_loaded(monkeypatch, capsys):
     monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")
     assert main(["serve", "no/such-model", "--port", "0"]) == 2

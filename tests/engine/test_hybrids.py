@@ -55,6 +55,17 @@ def engine(folder: Path, **settings: Any) -> LLM:
     return LLM(str(folder), **(usual | settings))
 
 
+def go_on(llm: LLM, prompt: list[int], tokens: list[int], cut: int) -> list[int]:
+    """The tokens of a request that comes with the first `cut` of them, as after the death of its engine."""
+    core, output = llm.llm_engine.core, tokens[:cut]
+    request, _ = llm.llm_engine.inputs.make("a", {"prompt_token_ids": prompt}, GREEDY, 0.0)
+    request.drawn = [tokens[:cut]]
+    core.add(request)
+    while core.has_work:
+        output += core.step().tokens
+    return output
+
+
 @pytest.mark.parametrize(
     "settings", [{"max_num_batched_tokens": 8}, {"pipeline_depth": 1}], ids=["chunks", "overlapped"]
 )
@@ -63,6 +74,7 @@ def test_tokens_and_prefix_hits(model: tuple[Path, list[list[int]]], settings: d
     with engine(folder, **settings) as llm:
         assert run(llm) == (expected, [0, 0, 0])
         assert run(llm) == (expected, [32, 16, 0])
+        assert go_on(llm, PROMPTS[0], expected[0], 2) == expected[0]
         assert_idle(llm)
 
 

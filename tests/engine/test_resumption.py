@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -65,6 +66,19 @@ def test_a_request_goes_on_from_any_token(llm: LLM, kind: str, cached: bool) -> 
         for index, right in enumerate(expected):
             assert right[:cut] + tokens.get(("a", index), []) == right
             assert ends["a", index].reason in ("length", "stop")
+
+
+@pytest.mark.parametrize("method", ["ngram", "suffix"])
+def test_drafts_change_nothing(make_llm: Callable[..., LLM], llm: LLM, method: str) -> None:
+    drafting = make_llm(speculative_config={"method": method, "num_speculative_tokens": 3, "tune": False})
+    for kind in ("greedy", "penalties", "three"):
+        params = SamplingParams(**{"ignore_eos": True, "max_tokens": LENGTH, **KINDS[kind]})
+        expected = [list(one.token_ids) for one in whole(llm, params).outputs]
+        for cut in (1, 15):
+            request = make(drafting, params)
+            request.drawn = [tokens[:cut] for tokens in expected]
+            tokens, _ = run(drafting, request)
+            assert [right[:cut] + tokens["a", i] for i, right in enumerate(expected)] == expected
 
 
 def test_sequences_go_on_from_different_tokens_and_those_that_ended_do_not(llm: LLM) -> None:

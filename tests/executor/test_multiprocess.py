@@ -28,9 +28,9 @@ from tests.models.zoo import ZOO, _gpt2, _neox
 
 TIGHT = {
     "dtype": "float32", "device": "cpu", "block_size": 4, "num_gpu_blocks_override": 40, "max_num_batched_tokens": 16,
-    "max_num_seqs": 6, "disable_log_stats": True,
+    "max_num_seqs": 6, "disable_log_stats": True, "max_engine_restarts": 0,
 }  # fmt: skip
-"""Few blocks and a small budget: prompts are chunked, and rows are preempted."""
+"""Few blocks and a small budget: prompts are chunked, and rows are preempted. An engine that is lost is reported."""
 FAILS = "tests.executor.processors.FailsOnce"
 BEGIN = [7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47]
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 
 import pytest
 
-from quire.messages.outputs import Finished, StepOutputs
+from quire.messages.outputs import Finished, RequestOutput, Started, StepOutputs
 from quire.messages.request import NewRequest
 from quire.messages.sampling import RequestOutputKind, SamplingParams
 from quire.output.detokenizer import Vocabulary
@@ -35,14 +36,20 @@ def test_the_cost_of_a_token_does_not_grow_with_the_text(stop: list[str] | None)
     assert len(view.outputs[0].text) > 8  # type: ignore[union-attr]
 
 
-def test_a_restarted_request_keeps_its_arrival_time_and_has_no_output_yet() -> None:
+def test_a_request_that_goes_on_at_another_engine_has_its_tokens_and_its_first_times() -> None:
     processor = OutputProcessor(Vocabulary(tiny_tokenizer()))
-    params = SamplingParams(output_kind=RequestOutputKind.FINAL_ONLY, max_tokens=3)
-    processor.add(NewRequest("a", [5], params, limit=4), "x")
-    arrived = processor.tracked("a").metrics.queued_ts
-    processor.process(StepOutputs(keys=[("a", 0)], tokens=[WORD]))
-    processor.begin_again("a")
-    assert processor.tracked("a").metrics.queued_ts == arrived and processor.tracked("a").prompt == "x"
-    end = Finished(("a", 0), "length")
-    ((view,), _) = processor.process(StepOutputs(keys=[("a", 0)], tokens=[WORD + 1], finished=[end]))
-    assert view.outputs[0].token_ids == [WORD + 1]  # type: ignore[union-attr]
+    params = SamplingParams(output_kind=RequestOutputKind.FINAL_ONLY, max_tokens=3, n=2)
+    request = NewRequest("a", [5], params, limit=4)
+    processor.add(request, "x")
+    assert processor.continued("a") is request
+    end = Finished(("a", 1), "stop")
+    started = Started(("a", 0), 7.0, 16)
+    processor.process(StepOutputs(keys=[("a", 0), ("a", 1)], tokens=[WORD, WORD], finished=[end], started=[started]))
+    metrics = dataclasses.replace(processor.tracked("a").metrics)
+    assert processor.continued("a").drawn == [[WORD], None] and not request.drawn
+    end, started = Finished(("a", 0), "length"), Started(("a", 0), 9.0, 0)
+    ((view,), _) = processor.process(StepOutputs(keys=[("a", 0)], tokens=[WORD + 1], finished=[end], started=[started]))
+    assert isinstance(view, RequestOutput) and view.metrics is not None
+    assert [one.token_ids for one in view.outputs] == [[WORD, WORD + 1], [WORD]]
+    assert view.num_cached_tokens == 16 and view.metrics.scheduled_ts == 7.0 and view.prompt == "x"
+    assert view.metrics.queued_ts == metrics.queued_ts and view.metrics.first_token_ts == metrics.first_token_ts

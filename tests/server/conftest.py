@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
@@ -19,7 +20,9 @@ from quire.loading.hub import DEFAULT_MODEL
 from quire.server.config import ServerConfig
 from quire.server.context import ServerContext
 from quire.server.serve import HttpServer, listening
+from tests.conftest import write_tiny_model
 from tests.server.attacked_server import AttackedServer, attacked_server
+from tests.server.scripted import TEMPLATE, Script
 
 T = TypeVar("T")
 SETTINGS: dict[str, Any] = {"dtype": "float32", "num_gpu_blocks_override": 256, "device": "cpu", "max_num_seqs": 16}
@@ -181,3 +184,29 @@ def attacked(attacked_process: AttackedServer) -> Iterator[AttackedServer]:
     """A `quire serve` process; checked to be unchanged after the test."""
     yield attacked_process
     attacked_process.assert_unharmed()
+
+
+@pytest.fixture(scope="session")
+def long_host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
+    folder = write_tiny_model(tmp_path_factory.mktemp("long"))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 1 << 18}))
+    host = Host(folder, chat_template=TEMPLATE, num_gpu_blocks_override=1 << 14)
+    yield host
+    host.close()
+
+
+@pytest.fixture
+def script(long_host: Host, monkeypatch: pytest.MonkeyPatch) -> Script:
+    made = Script(long_host.llm.inputs)
+    monkeypatch.setattr(long_host.llm, "run", made.run)
+    monkeypatch.setattr(long_host.llm, "call_sessions", made.call_sessions)
+    return made
+
+
+@pytest.fixture
+def scripted(long_host: Host, script: Script) -> Iterator[Live]:
+    live, stop = long_host.start()
+    yield live
+    live.assert_idle()
+    stop()

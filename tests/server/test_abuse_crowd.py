@@ -165,7 +165,7 @@ async def kills(
             assert (await asyncio.to_thread(attacked.stats))["restarts"] == restarts + killed
         is_over = True
         await asyncio.gather(*crowd)
-    assert users.ends["failed"] >= count
+    assert users.ends["failed"] == 0  # all went on at the next engine
     times.sort()
     print(
         f"{count} kills: {dict(users.ends)}; serving again after {times[count // 2]:.2f} s, at worst {times[-1]:.2f} s"

@@ -7,79 +7,15 @@ import json
 import os
 import shutil
 import subprocess
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from quire.messages.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from tests.conftest import write_tiny_model
 from tests.server.agent_bodies import aider, claude_code, codex, opencode
-from tests.server.conftest import Host, Live
-
-TEMPLATE = (
-    "{% for tool in tools or [] %}<tool>{{ tool.function.name }}</tool>{% endfor %}"
-    "{% for message in messages %}"
-    "{% if message.role == 'system' and not loop.first %}{{ raise_exception('it must be first') }}{% endif %}"
-    "[{{ message.role }}] {{ message.reasoning_content }} {{ message.content }}"
-    "{% for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}"
-    "{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
-)
-ANSWER = "It was said."
-
-
-class Script:
-    """An engine that answers with the texts of a test, and remembers the prompts."""
-
-    def __init__(self) -> None:
-        self.prompts: list[str] = []
-        self.answer: Callable[[str], str] = lambda prompt: ANSWER
-
-    async def run(
-        self, prompt: Any, params: Any, request_id: str, *rest: Any, **more: Any
-    ) -> AsyncGenerator[Any, None]:
-        """In place of `AsyncLLM.run`."""
-        self.prompts.append(prompt["prompt"])
-        text = self.answer(prompt["prompt"])
-        pieces = [text[at : at + 3] for at in range(0, len(text), 3)]
-        for number, piece in enumerate(pieces):
-            is_last = number == len(pieces) - 1
-            sequence = CompletionOutput(index=0, text=piece, token_ids=[5], finish_reason="stop" if is_last else None)
-            yield RequestOutput(
-                request_id=request_id, prompt=None, prompt_token_ids=prompt["prompt_token_ids"], outputs=[sequence],
-                finished=is_last, metrics=RequestMetrics(arrival_time=0.0), num_cached_tokens=0,
-            )  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def long_host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
-    folder = write_tiny_model(tmp_path_factory.mktemp("long"))
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 1 << 18}))
-    host = Host(folder, chat_template=TEMPLATE, num_gpu_blocks_override=1 << 14)
-    yield host
-    host.close()
-
-
-@pytest.fixture
-def script(long_host: Host, monkeypatch: pytest.MonkeyPatch) -> Script:
-    made = Script()
-    monkeypatch.setattr(long_host.llm, "run", made.run)
-    return made
-
-
-@pytest.fixture
-def agents(long_host: Host, script: Script) -> Iterator[Live]:
-    live, stop = long_host.start()
-    yield live
-    live.assert_idle()
-    stop()
-
-
-def call(name: str, **arguments: str) -> str:
-    """A tool call in the notation of the template."""
-    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+from tests.server.conftest import Live
+from tests.server.scripted import ANSWER, Script, call
 
 
 def events(live: Live, path: str, body: dict[str, Any]) -> tuple[list[Any], str]:
@@ -98,10 +34,10 @@ def after(turns: int, wanted: str) -> Callable[[str], str]:
 class TestClaudeCode:
     PATH = "/v1/messages?beta=true"
 
-    def test_three_turns(self, agents: Live, script: Script) -> None:
+    def test_three_turns(self, scripted: Live, script: Script) -> None:
         script.answer = after(2, "Let me see. " + call("Bash", command="echo", description="say"))
         for turn in range(3):
-            seen, ignored = events(agents, self.PATH, claude_code(turn))
+            seen, ignored = events(scripted, self.PATH, claude_code(turn))
             assert ignored == "context_management, tools[].web_search_20250305"
             blocks = [event["content_block"]["type"] for event in seen if event["type"] == "content_block_start"]
             reason = next(event["delta"]["stop_reason"] for event in seen if event["type"] == "message_delta")
@@ -112,31 +48,31 @@ class TestClaudeCode:
         assert "[system]" in first and first.count("[system]") == 1 and "Tools that are found later" in first
         assert last.count("said 0") == last.count("said 1") == last.count('"command": "echo 1"') == 1 and " hm" in last
 
-    def test_the_arguments_of_a_call_arrive_whole(self, agents: Live, script: Script) -> None:
+    def test_the_arguments_of_a_call_arrive_whole(self, scripted: Live, script: Script) -> None:
         script.answer = after(1, call("Bash", command='echo "<>&"', description="é"))
-        seen, _ = events(agents, self.PATH, claude_code(0))
+        seen, _ = events(scripted, self.PATH, claude_code(0))
         pieces = [event["delta"].get("partial_json", "") for event in seen if event["type"] == "content_block_delta"]
         assert json.loads("".join(pieces)) == {"command": 'echo "<>&"', "description": "é"}
 
-    def test_tokens_are_counted(self, agents: Live) -> None:
+    def test_tokens_are_counted(self, scripted: Live) -> None:
         body = {name: value for name, value in claude_code(1).items() if name not in ("max_tokens", "stream")}
-        answer = agents.post("/v1/messages/count_tokens?beta=true", body)
+        answer = scripted.post("/v1/messages/count_tokens?beta=true", body)
         assert answer.status_code == 200 and answer.json()["input_tokens"] > 100
 
-    def test_an_answer_may_end_at_the_models_length(self, agents: Live) -> None:
+    def test_an_answer_may_end_at_the_models_length(self, scripted: Live) -> None:
         """Asked for as much as the model can write at all, beside a prompt."""
-        body = {**claude_code(0), "max_tokens": agents.server.max_model_len}
-        assert agents.post(self.PATH, body).status_code == 200
-        assert agents.post(self.PATH, {**body, "max_tokens": agents.server.max_model_len + 1}).status_code == 400
+        body = {**claude_code(0), "max_tokens": scripted.server.max_model_len}
+        assert scripted.post(self.PATH, body).status_code == 200
+        assert scripted.post(self.PATH, {**body, "max_tokens": scripted.server.max_model_len + 1}).status_code == 400
 
 
 class TestCodex:
     PATH = "/v1/responses"
 
-    def test_three_turns(self, agents: Live, script: Script) -> None:
+    def test_three_turns(self, scripted: Live, script: Script) -> None:
         script.answer = after(2, call("exec_command", cmd="echo"))
         for turn in range(3):
-            seen, ignored = events(agents, self.PATH, codex(turn))
+            seen, ignored = events(scripted, self.PATH, codex(turn))
             assert ignored == "tools[].web_search"
             assert seen[-1]["type"] == "response.completed"
             (item,) = seen[-1]["response"]["output"]
@@ -147,33 +83,33 @@ class TestCodex:
         assert "<tool>exec_command</tool><tool>apply_patch</tool><tool>agents__close</tool>[system]" in first
         assert last.count("said 0") == last.count("said 1") == 1 and last.count("hm") == 2
 
-    def test_a_call_in_a_namespace(self, agents: Live, script: Script) -> None:
+    def test_a_call_in_a_namespace(self, scripted: Live, script: Script) -> None:
         script.answer = after(1, call("agents__close", target="a"))
-        seen, _ = events(agents, self.PATH, codex(0))
+        seen, _ = events(scripted, self.PATH, codex(0))
         (item,) = seen[-1]["response"]["output"]
         assert (item["namespace"], item["name"], json.loads(item["arguments"])) == ("agents", "close", {"target": "a"})
         result = {"type": "function_call_output", "call_id": item["call_id"], "output": "closed"}
-        events(agents, self.PATH, {**codex(0), "input": [*codex(0)["input"], item, result]})
+        events(scripted, self.PATH, {**codex(0), "input": [*codex(0)["input"], item, result]})
         assert '"name": "agents__close"' in script.prompts[-1] and "closed" in script.prompts[-1]
 
-    def test_a_custom_tool(self, agents: Live, script: Script) -> None:
+    def test_a_custom_tool(self, scripted: Live, script: Script) -> None:
         patch = '*** Begin\n+ "é"\n*** End'
         script.answer = after(1, call("apply_patch", input=patch))
-        seen, _ = events(agents, self.PATH, codex(0))
+        seen, _ = events(scripted, self.PATH, codex(0))
         (item,) = seen[-1]["response"]["output"]
         assert (item["type"], item["name"], item["input"]) == ("custom_tool_call", "apply_patch", patch)
         kinds = [event["type"] for event in seen]
         assert "response.custom_tool_call_input.done" in kinds and "response.function_call_arguments.delta" not in kinds
         result = {"type": "custom_tool_call_output", "call_id": item["call_id"], "output": "patched"}
-        events(agents, self.PATH, {**codex(0), "input": [*codex(0)["input"], item, result]})
+        events(scripted, self.PATH, {**codex(0), "input": [*codex(0)["input"], item, result]})
         assert '"name": "apply_patch"' in script.prompts[-1] and "[tool]  patched" in script.prompts[-1]
 
 
 @pytest.mark.parametrize("body", [opencode, aider])
-def test_chats_of_three_turns(agents: Live, script: Script, body: Callable[[int], dict[str, Any]]) -> None:
+def test_chats_of_three_turns(scripted: Live, script: Script, body: Callable[[int], dict[str, Any]]) -> None:
     script.answer = after(2, call("bash", command="echo", description="say")) if body is opencode else lambda _: ANSWER
     for turn in range(3):
-        seen, ignored = events(agents, "/v1/chat/completions", body(turn))
+        seen, ignored = events(scripted, "/v1/chat/completions", body(turn))
         assert ignored == ""
         reasons = [choice["finish_reason"] for event in seen for choice in event["choices"] if choice["finish_reason"]]
         assert reasons == (["tool_calls"] if body is opencode and turn < 2 else ["stop"])
@@ -189,34 +125,34 @@ class TestInstalled:
         if path is None:
             pytest.skip(f"{command[0]} is not installed")
         done = subprocess.run(
-            [path, *command[1:]], cwd=home, env={**os.environ, "HOME": str(home), "PWD": str(home), **environment}, text=True,
-            stdin=subprocess.DEVNULL, capture_output=True, timeout=120,
+            [path, *command[1:]], cwd=home, env={**os.environ, "HOME": str(home), "PWD": str(home), **environment},
+            text=True, stdin=subprocess.DEVNULL, capture_output=True, timeout=120,
         )  # fmt: skip
         return done.stdout + done.stderr
 
-    def test_claude_code(self, agents: Live, script: Script, tmp_path: Path) -> None:
+    def test_claude_code(self, scripted: Live, script: Script, tmp_path: Path) -> None:
         script.answer = after(2, call("Bash", command="echo from-the-shell", description="say"))
         said = self.run(
-            tmp_path, "claude", "-p", "run it", "--allowedTools", "Bash", ANTHROPIC_BASE_URL=agents.url,
+            tmp_path, "claude", "-p", "run it", "--allowedTools", "Bash", ANTHROPIC_BASE_URL=scripted.url,
             ANTHROPIC_API_KEY="none", ANTHROPIC_MODEL="tiny", ANTHROPIC_SMALL_FAST_MODEL="tiny",
             CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC="1",
         )  # fmt: skip
         assert ANSWER in said and script.prompts[-1].count("from-the-shell") >= 3
 
-    def test_codex(self, agents: Live, script: Script, tmp_path: Path) -> None:
+    def test_codex(self, scripted: Live, script: Script, tmp_path: Path) -> None:
         script.answer = after(2, call("exec_command", cmd="echo from-the-shell"))
         (tmp_path / ".codex").mkdir()
         (tmp_path / ".codex" / "config.toml").write_text(
             f'model = "tiny"\nmodel_provider = "quire"\n[model_providers.quire]\nname = "quire"\n'
-            f'base_url = "{agents.url}/v1"\nwire_api = "responses"\n'
+            f'base_url = "{scripted.url}/v1"\nwire_api = "responses"\n'
         )
         flags = ("--skip-git-repo-check", "--sandbox", "danger-full-access")
         said = self.run(tmp_path, "codex", "exec", *flags, "run it")
         assert ANSWER in said and script.prompts[-1].count("from-the-shell") >= 3
 
-    def test_opencode(self, agents: Live, script: Script, tmp_path: Path) -> None:
+    def test_opencode(self, scripted: Live, script: Script, tmp_path: Path) -> None:
         script.answer = after(2, call("bash", command="echo from-the-shell", description="say"))
-        options = {"baseURL": f"{agents.url}/v1", "apiKey": "none"}
+        options = {"baseURL": f"{scripted.url}/v1", "apiKey": "none"}
         provider = {
             "npm": "@ai-sdk/openai-compatible",
             "name": "quire",

@@ -133,7 +133,6 @@ def completion(**fields: Any) -> tuple[str, dict[str, Any]]:
 
 
 MESSAGES = ("/v1/messages", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 99, "stream": True})
-RESPONSES = ("/v1/responses", {"input": "a", "stream": True})
 THINK = {"reasoning_parser": "deepseek_r1"}
 USAGE = {"stream_options": {"include_usage": True}}
 
@@ -151,8 +150,6 @@ DIRECT: dict[str, tuple[tuple[str, dict[str, Any]], str, dict[str, Any]]] = {
     "completion-echo": (completion(echo=True, stop=["END"], **USAGE), "some text, then END and more", {}),
     "messages": (MESSAGES, "hello ünïcode €", {}),
     "messages-reasoning": (MESSAGES, "why</think>because", THINK),
-    "responses": (RESPONSES, "hello ünïcode €", {}),
-    "responses-reasoning": (RESPONSES, "why</think>because", THINK),
 }
 PLAIN: dict[str, tuple[tuple[str, dict[str, Any]], str, dict[str, Any]]] = {
     "several sequences": (chat(n=2), "abc", {}),

@@ -30,8 +30,8 @@ def error_of(answer: httpx.Response, status: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("path", "fields", "param", "words"),
     [
-        (CHAT, {"temperature": 3}, "temperature", "[0, 2]"),
-        (CHAT, {"temperature": -0.1}, "temperature", "[0, 2]"),
+        (CHAT, {"temperature": 101}, "temperature", "[0, 100]"),
+        (CHAT, {"temperature": -0.1}, "temperature", "[0, 100]"),
         (CHAT, {"top_p": 0}, "top_p", "(0, 1]"),
         (CHAT, {"n": 0}, "n", "from 1"),
         (CHAT, {"n": 129}, "n", "at most 128"),

@@ -204,6 +204,24 @@ class TestTwoFronts:
         assert usage[0]["prompt_tokens"] > made["num_tokens"] and usage[1]["prompt_tokens"] > usage[0]["total_tokens"]
         assert length == usage[1]["total_tokens"]
 
+    def test_responses_are_kept_for_both(self, fronts: TwoFronts) -> None:
+        fields = {"max_output_tokens": 5, "temperature": 0, "ignore_eos": True}
+        with fronts.connected(fronts.hub) as first, fronts.connected(fronts.front) as second:
+            made = second.post("/v1/responses", json={"input": "abc", **fields}).json()
+            path = f"/v1/responses/{made['id']}"
+            assert first.get(path).json() == second.get(path).json() == made
+            then = {"input": "def", "previous_response_id": made["id"], "stream": True, **fields}
+            for client in (first, second):
+                with client.stream("POST", "/v1/responses", json=then) as answer:
+                    *_, last = (line for line in answer.iter_lines() if line.startswith("data: "))
+                assert json.loads(last.removeprefix("data: "))["type"] == "response.incomplete"  # 5 tokens
+            wrong = [client.post("/v1/responses", json={"input": 3}) for client in (first, second)]
+            assert wrong[0].content == wrong[1].content and wrong[1].status_code == 400
+            assert second.delete(path).status_code == 200
+            missing = [client.get(path) for client in (first, second)]
+            assert missing[0].content == missing[1].content and missing[1].status_code == 404
+        fronts.wait_until_idle()
+
     def test_a_front_that_is_killed_is_started_again(self, fronts: TwoFronts) -> None:
         tokens = fronts.metrics().sum("quire:generation_tokens_total")
         lost = fronts.front

@@ -10,6 +10,8 @@ import httpx
 import pytest
 
 from quire import LLM, SamplingParams
+from quire.api.fill_in_middle import FillInMiddle
+from tests.api.test_fill_in_middle import QWEN, with_tokens
 from tests.server.conftest import MODEL, Live
 
 CHAT = "/v1/chat/completions"
@@ -66,6 +68,31 @@ class TestCompletions:
             assert ["".join(part["text"] for part in parts_of(chunks, i)) for i in range(6)] == texts
             assert all([part["finish_reason"] for part in parts_of(chunks, i)][-1] == "length" for i in range(6))
 
+    def test_suffix_fills_in_the_middle(self, live: Live, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+        tokenizer = with_tokens(*QWEN)
+        asked = {"prompt": "abc", "suffix": " the end", **GREEDY, "return_token_ids": True}
+        refused = live.post(TEXT, asked)
+        assert refused.status_code == 400 and "the model tiny completes a text only at the end" in refused.text
+        monkeypatch.setattr(live.server.llm.inputs, "fill_in_middle", FillInMiddle(tokenizer, "m"))
+        tokens = tokenizer.encode("<|fim_prefix|>abc<|fim_suffix|> the end<|fim_middle|>", add_special_tokens=False)
+        (expected,) = llm.generate([tokens], SamplingParams(**GREEDY), use_tqdm=False)  # type: ignore[list-item]
+        for prompt in ("abc", tokenizer.encode("abc", add_special_tokens=False)):
+            answer = live.post(TEXT, {**asked, "prompt": prompt}).json()
+            assert answer["choices"][0]["prompt_token_ids"] == tokens
+            assert answer["choices"][0]["token_ids"] == expected.outputs[0].token_ids
+            assert answer["usage"]["prompt_tokens"] == len(tokens)
+            echoed = live.post(TEXT, {**asked, "prompt": prompt, "echo": True}).json()
+            assert echoed["choices"][0]["text"] == "abc" + expected.outputs[0].text
+            streamed = list(events(live, TEXT, {**asked, "prompt": prompt, "echo": True}))
+            assert "".join(part["text"] for part in parts_of(streamed)) == "abc" + expected.outputs[0].text
+        for empty in ("", None):
+            assert live.post(TEXT, {**asked, "suffix": empty}).json()["usage"]["prompt_tokens"] == 3
+        assert live.post(TEXT, {**asked, "echo": True, "logprobs": 1}).status_code == 400
+        too_long = live.post(TEXT, {**asked, "suffix": "x" * 300})
+        assert too_long.status_code == 400 and "maximum context length" in too_long.text
+        cut = live.post(TEXT, {**asked, "prompt": "x" * 300, "truncate_prompt_tokens": 40}).json()
+        assert cut["usage"]["prompt_tokens"] == 40
+
     def test_scoring_a_prompt(self, live: Live, llm: LLM) -> None:
         """What lm-eval does: echo, logprobs, and no new token."""
         (expected,) = llm.generate(
@@ -118,7 +145,8 @@ class TestChat:
         (expected,) = llm.chat(USER, SamplingParams(**GREEDY), use_tqdm=False)
         answer = live.post(CHAT, {"messages": USER, "model": MODEL, **GREEDY, "return_token_ids": True}).json()
         (choice,) = answer["choices"]
-        assert choice["message"] == {"role": "assistant", "content": expected.outputs[0].text, "refusal": None}
+        nulls = dict.fromkeys(("refusal", "annotations", "audio", "function_call", "reasoning"))
+        assert choice["message"] == {"role": "assistant", "content": expected.outputs[0].text, **nulls}
         assert choice["token_ids"] == expected.outputs[0].token_ids
         assert answer["prompt_token_ids"] == expected.prompt_token_ids
         assert answer["object"] == "chat.completion" and answer["model"] == MODEL
@@ -150,7 +178,7 @@ class TestChat:
             assert "".join(part["delta"].get("content", "") for part in parts) == choice["message"]["content"]
             assert [part["finish_reason"] for part in parts if part["finish_reason"]] == [choice["finish_reason"]]
             assert parts[-1]["stop_reason"] == choice["stop_reason"]
-            assert [token for part in parts for token in part.get("token_ids", [])] == choice.get("token_ids", [])
+            assert [token for part in parts for token in part.get("token_ids", [])] == (choice["token_ids"] or [])
             if choice["logprobs"] is not None:
                 streamed = [entry for part in parts if part["logprobs"] for entry in part["logprobs"]["content"]]
                 assert streamed == choice["logprobs"]["content"]
@@ -172,11 +200,16 @@ class TestChat:
         assert all("usage" not in chunk for chunk in events(live, CHAT, body))
         *_, last = events(live, CHAT, {**body, "stream_options": {"include_usage": True}})
         assert last["choices"] == []
+        *_, by_default = events(live, CHAT, {**body, "stream_options": {}})
+        assert by_default["choices"] == [] and by_default["usage"]["completion_tokens"] == usage["completion_tokens"]
+        *_, without = events(live, CHAT, {**body, "stream_options": {"include_usage": False}})
+        assert "usage" not in without
         usage.pop("prompt_tokens_details"), last["usage"].pop("prompt_tokens_details")
         assert last["usage"] == usage
         options = {"include_usage": True, "continuous_usage_stats": True}
         role, *more = events(live, CHAT, {**body, "return_token_ids": True, "stream_options": options})
-        assert role["usage"]["completion_tokens"] >= 1
+        prompt = usage["prompt_tokens"]
+        assert role["usage"] == {"prompt_tokens": prompt, "total_tokens": prompt, "completion_tokens": 0}
         num_reported = 0
         for chunk in more:
             num_reported += sum(len(choice.get("token_ids", [])) for choice in chunk["choices"])
@@ -323,6 +356,6 @@ def test_the_openapi_document_lists_every_route(live: Live) -> None:
     chat = document["paths"][CHAT]["post"]
     assert set(chat["responses"]) >= {"200", "400", "401", "404", "413", "429", "503"}
     schema = document["components"]["schemas"]["ChatRequest"]
-    assert schema["required"] == ["messages"] and schema["additionalProperties"] is False
+    assert schema["required"] == ["messages"] and "additionalProperties" not in schema
     references = httpx.Response(200, json=document).text.split("#/components/schemas/")[1:]
     assert all(reference.split('"')[0] in document["components"]["schemas"] for reference in references)

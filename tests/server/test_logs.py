@@ -65,6 +65,17 @@ def test_prompts_are_logged_only_when_enabled(log: Callable[[str], io.StringIO],
     assert "max_tokens=2" in line["params"]
 
 
+def test_how_much_of_a_prompt_is_logged_and_whether_requests_are(
+    log: Callable[[str], io.StringIO], serving: Callable[..., Live]
+) -> None:
+    stream = log("json")
+    live = serving(enable_log_requests=True, max_log_len=3, access_log=False)
+    live.post("/v1/completions", {"prompt": SECRET, "max_tokens": 2})
+    (line,) = lines(stream, "quire.requests")
+    assert line["prompt"] == SECRET[:3]
+    assert lines(stream, "quire.access") == []
+
+
 def test_a_line_logged_while_a_request_is_handled_has_its_id(log: Callable[[str], io.StringIO]) -> None:
     for format in ("json", "text"):
         stream = log(format)
@@ -117,6 +128,6 @@ def test_a_prompt_of_token_ids_is_logged_in_part(log: Callable[[str], io.StringI
     from quire.server.observability.observer import Observer
 
     stream = log("json")
-    Observer(RequestLog()).on_submit("r", SamplingParams(), list(range(100_000)))
+    Observer(RequestLog(2048)).on_submit("r", SamplingParams(), list(range(100_000)))
     (line,) = lines(stream)
     assert len(line["prompt"]) == 2048

@@ -285,7 +285,7 @@ class TestErrors:
     @pytest.mark.parametrize(
         "fields, param, words",
         [
-            ({"temperature": -1}, "temperature", "in [0, 2]"),
+            ({"temperature": -1}, "temperature", "in [0, 100]"),
             ({"messages": []}, "messages", "at least one"),
             ({"max_tokens": 10_000}, "max_tokens", "maximum context length is 256"),
             ({"extra_body": {"kv_transfer_params": {"a": 1}}}, "kv_transfer_params", "KV transfer"),

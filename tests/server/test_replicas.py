@@ -111,7 +111,7 @@ def _check_metrics(pair: Pair) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_fifty_kills_under_load(pair: Pair) -> None:
-    """Every request gets all its tokens or an error that names the cause; nothing is left behind."""
+    """Every request gets all its tokens; nothing is left behind."""
     asyncio.run(_kills(pair, 50))
 
 
@@ -124,16 +124,12 @@ async def _kills(pair: Pair, rounds: int) -> None:
         asked = body("the world"[: rng.randint(1, 9)], max_tokens=size, stream=streams)
         async with client.stream("POST", "/v1/completions", json=asked) as answer:
             data = (await answer.aread()).decode()
-        if answer.status_code != 200:
-            assert answer.status_code == 503 and "is down" in data and int(answer.headers["retry-after"]) >= 1
-            return "refused"
+        assert answer.status_code == 200, data
         if not streams:
             assert json.loads(data)["usage"]["completion_tokens"] == size
             return "whole"
         events = [json.loads(line[6:]) for line in data.splitlines() if line.startswith("data: {")]
-        if "error" in events[-1]:
-            assert "is down: the engine's process" in events[-1]["error"]["message"]
-            return "broken"
+        assert "error" not in events[-1], events[-1]
         assert data.rstrip().endswith("data: [DONE]")
         return "streamed"
 
@@ -160,7 +156,7 @@ async def _kills(pair: Pair, rounds: int) -> None:
     stopping = True
     await asyncio.gather(*users)
     await asyncio.sleep(0.5)
-    assert ends["refused"] == 0 and ends["broken"] > 0
+    assert pair.scrape().sum("quire:requests_resumed_total") >= rounds
     assert held[-1][0] <= held[0][0] + 4 and held[-1][1] < held[rounds // 5][1] + 20
 
 

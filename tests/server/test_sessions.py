@@ -161,6 +161,21 @@ def test_chat_with_the_whole_conversation_can_use_a_session(sessions: Live) -> N
         assert sessions.post("/v1/completions", {**refused, "session_id": "x"}).status_code == 400, refused
 
 
+def test_a_header_names_a_session_only_if_it_is_free(sessions: Live) -> None:
+    """opencode sends two requests of one session at a time; a body that names a busy session is refused."""
+    header = {"headers": {"X-Session-Id": "twice"}}
+    body = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4, "temperature": 0}
+    slow = {**body, "max_tokens": 200, "ignore_eos": True, "stream": True, "vllm_xargs": {"seconds": 0.02}}
+    with sessions.client.stream("POST", "/v1/chat/completions", json=slow, **header) as first:
+        lines = first.iter_lines()
+        next(lines)
+        second = sessions.post("/v1/chat/completions", body, **header)
+        assert (second.status_code, second.headers["x-quire-ignored"]) == (200, "X-Session-Id")
+        assert sessions.post("/v1/chat/completions", {**body, "session_id": "twice"}).status_code == 409
+    several = sessions.post("/v1/chat/completions", {**body, "n": 2, "temperature": 1}, **header)
+    assert (several.status_code, several.headers["x-quire-ignored"]) == (200, "X-Session-Id")
+
+
 def test_messages_are_answered_like_a_chat_and_streamed_with_its_events(sessions: Live) -> None:
     """The tiny model's template is <|role|>text</s>: two turns in a session are one conversation."""
     messages = [{"role": "user", "content": "hello"}]

@@ -77,6 +77,49 @@ def test_metrics_log_line_response_and_admin_agree(drafting: Live) -> None:
     assert "tuner" not in speculation
 
 
+CHAT = "/v1/chat/completions"
+CHAT_BODY = {"messages": [{"role": "user", "content": "abc"}], "max_tokens": 24, "temperature": 0, "ignore_eos": True}
+
+
+def details_of(live: Live, **more: Any) -> tuple[str, dict[str, Any]]:
+    """The answer's text, and the details of its tokens; a streamed answer has the same."""
+    response = live.post(CHAT, {**CHAT_BODY, **more})
+    assert response.status_code == 200, response.text
+    answer = response.json()
+    streaming = {"stream": True, "stream_options": {"include_usage": True}}
+    events = live.post(CHAT, {**CHAT_BODY, **more, **streaming}).text.split("\n\n")
+    assert json.loads(events[-3].removeprefix("data: "))["usage"] | {"prompt_tokens_details": None} == answer[
+        "usage"
+    ] | {"prompt_tokens_details": None}
+    return answer["choices"][0]["message"]["content"], answer["usage"].get("completion_tokens_details", {})
+
+
+def test_a_prediction_is_used_for_drafts_and_counted(drafting: Live, live: Live) -> None:
+    text, details = details_of(drafting)
+    assert details == {}
+    tokens = len(drafting.server.tokenizer.encode(text, add_special_tokens=False))
+    before = stats(drafting)["speculation"]["accepted_tokens"]
+    same, details = details_of(drafting, prediction={"type": "content", "content": text})
+    assert same == text and details["accepted_prediction_tokens"] == tokens - details["rejected_prediction_tokens"] > 0
+    assert stats(drafting)["speculation"]["accepted_tokens"] > before
+    parts = [{"type": "text", "text": part} for part in (text[:5], text[5:], "@@@")]
+    same, more = details_of(drafting, prediction={"type": "content", "content": parts})
+    assert same == text and more["rejected_prediction_tokens"] == details["rejected_prediction_tokens"] + 3
+    _, details = details_of(drafting, prediction={"type": "content", "content": "@" * 9}, n=2, temperature=1, seed=3)
+    assert details["accepted_prediction_tokens"] + details["rejected_prediction_tokens"] == 18
+    # Without drafts it is accepted, and nothing is said about it.
+    assert details_of(live, prediction={"type": "content", "content": text}) == (text, {})
+
+
+@pytest.mark.parametrize("prediction", [
+    "text", {"type": "content"}, {"type": "image", "content": "x"}, {"type": "content", "content": 3},
+    {"type": "content", "content": [{"type": "text", "text": 3}]}, {"type": "content", "content": [{"type": "image"}]},
+])  # fmt: skip
+def test_what_is_no_prediction_is_refused(drafting: Live, prediction: Any) -> None:
+    answer = drafting.post(CHAT, {**CHAT_BODY, "prediction": prediction})
+    assert answer.status_code == 400 and "prediction" in answer.text
+
+
 def test_without_drafts_nothing_is_shown(live: Live) -> None:
     assert "draft" not in json.dumps(ask(live, return_metrics=True)["metrics"])
     assert "spec_decode" not in live.client.get("/metrics").text

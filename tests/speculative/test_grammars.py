@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -330,7 +331,9 @@ def requests() -> tuple[list[list[int]], list[SamplingParams]]:
     thinking = Constraint(choice=["yes", "no", "not at all"], after="the")
     wanted += [params(thinking, temperature=1.2, logit_bias={100: 4.0}, seed=seed) for seed in (1, 2)]
     optional = msgspec.structs.replace(thinking, after=["the", "er"], opening=["<a", "\n<a", "no!"])
-    wanted += [params(optional, temperature=1.2, logit_bias={32: 2.0, 79: 2.0, 100: 3.0}, seed=s, n=2) for s in (1, 2)]
+    biases = {33: 9.0, 70: 9.0, 101: 8.0}  # "<", "a", "the"
+    fields = {"temperature": 1.2, "n": 2, "max_tokens": 40, "logit_bias": biases}
+    wanted += [params(optional, seed=seed, **fields) for seed in (1, 2)]
     ended = Constraint(regex="[a-z]{3}@[a-z]{3}(the){3}!")
     wanted += [params(ended, stop=["@"]), params(ended, stop_token_ids=[35]), params(ended, min_tokens=30)]
     wanted += [params(Constraint(regex="[a-z]*"), min_tokens=15, logprobs=2, frequency_penalty=0.5)]
@@ -347,7 +350,10 @@ def results(outputs: list[RequestOutput]) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def expected(engines: Engines) -> list[RequestOutput]:
-    return engines(pipeline_depth=0).generate(*requests(), use_tqdm=False)
+    outputs = engines(pipeline_depth=0).generate(*requests(), use_tqdm=False)
+    written = [sample.text for output in outputs for sample in output.outputs]
+    assert any(re.fullmatch("<a.*(the|er)(yes|no|not at all)", text) for text in written), "one that thinks first"
+    return outputs
 
 
 @pytest.mark.parametrize(
@@ -410,6 +416,19 @@ def test_a_dead_end_behind_a_draft_ends_the_request_as_without_drafts(engines: E
         assert results(llm.generate(prompts, wanted, use_tqdm=False)) == found
     assert tally.accepted > 10
     assert_idle(llm)
+
+
+def test_predictions_of_structured_outputs(engines: Engines) -> None:
+    """What a client expects, right, with something before it, and without its beginning."""
+    form = params(Constraint(regex="[a-z]{30}!"), max_tokens=60)
+    (expected,) = engines(pipeline_depth=0).generate([PROMPT], form, use_tqdm=False)
+    llm = engines(speculative_config={"method": "grammar"}, pipeline_depth=0)
+    right = list(expected.outputs[0].token_ids)
+    for prediction, least in ((right, 20), ([95, 97, *right], 12), (right[5:], 10), ([95, 97], 0)):
+        tally = Tally(llm)
+        prompt: Any = {"prompt_token_ids": PROMPT, "prediction": prediction}
+        assert results(llm.generate([prompt], form, use_tqdm=False)) == results([expected])
+        assert tally.accepted >= least
 
 
 def test_a_text_without_a_choice_takes_few_steps(engines: Engines) -> None:

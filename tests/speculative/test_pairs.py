@@ -216,7 +216,7 @@ def test_storms_of_sessions(case: PairsCase, tmp_path: Path, tiers: str, seed: i
     with case.open(enable_prefix_caching=False) as reference:
         storm = Storm(make(), reference, seed)
         tally = Tally(storm.llm)
-        storm.run(40)
+        storm.run(80)
         assert tally.accepted > 0
         if tiers == "disk":
             storm.llm.shutdown()

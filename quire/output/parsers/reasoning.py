@@ -29,10 +29,12 @@ REASONING_PARSERS = {
     "kimi_k2": _HERE + "KimiThinkSplit",
     "mimo": _HERE + "Qwen3ThinkSplit",
     "minimax_m2": _TAGS,
+    "minimax_m2_append_think": _HERE + "KeptThinkSplit",
     "mistral": _HERE + "MistralThinkSplit",
     "nemotron_v3": _TAGS,
     "olmo3": _TAGS,
     "openai_gptoss": "quire.output.parsers.harmony.HarmonySplit",
+    "poolside_v1": _TAGS,
     "qwen3": _HERE + "Qwen3ThinkSplit",
     "seed_oss": _HERE + "SeedThinkSplit",
     "step3": _TAGS,
@@ -142,6 +144,15 @@ class ThinkSplit(IncrementalParser):
         not, it is taken."""
         return True
         yield
+
+
+class KeptThinkSplit(ThinkSplit):
+    """The reasoning stays in the content, with its tags, also the one that the prompt opened."""
+
+    def _run(self) -> Reads[None]:
+        if self._opened and (yield from self._peek()):
+            self._out.append(Content(self.opening))
+        yield from self._answer()
 
 
 class KimiThinkSplit(ThinkSplit):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from quire.server.dialects.responses_tools import OfferedTools, qualified
@@ -27,6 +28,7 @@ from quire.server.protocol.responses import (
     ResponseInputCustomOutput,
     ResponseInputMessage,
     ResponseInputReasoning,
+    ResponseItemReference,
     ResponsesRequest,
     ResponseToolChoice,
 )
@@ -39,14 +41,23 @@ _SAME_FIELDS = (
     "parallel_tool_calls",
 )  # fmt: skip
 """Fields with the same meaning in both."""
+STORED = "a stored item"
+"""Where an item is that is not in the request, for errors."""
 
 
-def as_chat(request: ResponsesRequest, max_model_len: int, fields: FieldReader, tools: OfferedTools) -> ChatRequest:
-    """The same request in the form of /v1/chat/completions; `fields`: notes what has no effect."""
+def as_chat(
+    request: ResponsesRequest,
+    max_model_len: int,
+    fields: FieldReader,
+    tools: OfferedTools,
+    history: Sequence[dict[str, Any]] = (),
+) -> ChatRequest:
+    """The same request in the form of /v1/chat/completions; `fields`: notes what has no effect. `history`: stored items
+    that come before its input."""
     request.check_fields()
     _note_ignored(request, fields)
     chat = ChatRequest(
-        messages=_messages(request, fields),
+        messages=_messages(request, fields, history),
         max_completion_tokens=request.max_output_tokens,
         response_format=_response_format(request),
         tools=tools.tools,
@@ -54,6 +65,8 @@ def as_chat(request: ResponsesRequest, max_model_len: int, fields: FieldReader, 
         reasoning_effort=None if request.reasoning is None else request.reasoning.effort,
         **{name: value for name in _SAME_FIELDS if (value := getattr(request, name)) is not None},
     )
+    if request.background:
+        chat.stream = True  # its status says whether it has begun
     if request.wants_logprobs:
         chat.logprobs, chat.top_logprobs = True, request.top_logprobs or 0
     if request.truncation == "auto":
@@ -71,10 +84,12 @@ def _note_ignored(request: ResponsesRequest, fields: FieldReader) -> None:
             fields.ignore(f"include.{wanted}")  # details of tools that other servers run
 
 
-def _messages(request: ResponsesRequest, fields: FieldReader) -> list[ChatMessage]:
+def _messages(request: ResponsesRequest, fields: FieldReader, history: Sequence[dict[str, Any]]) -> list[ChatMessage]:
     conversation = _Conversation()
     if request.instructions is not None:
         conversation.add_text("system", request.instructions)
+    for item in history:
+        conversation.add(_read_item(item, STORED, FieldReader()), STORED)  # what it has was said when it was stored
     if isinstance(request.input, str):
         conversation.add_text("user", request.input)
         return conversation.messages
@@ -93,9 +108,13 @@ def _read_item(item: dict[str, Any], where: str, fields: FieldReader) -> Any:
     kind = INPUT_ITEMS.get(name) if isinstance(name, str) else None
     if kind is None:
         known = ", ".join(INPUT_ITEMS)
-        hint = "; nothing is stored" if name == "item_reference" else ""
-        raise bad_request(f"{where} is of type {str(name)[:80]!r}{hint}; supported: {known}", where)
+        raise bad_request(f"{where} is of type {str(name)[:80]!r}; supported: {known}", where)
     return fields.convert(item, kind, where)
+
+
+def check_item(item: dict[str, Any], where: str, fields: FieldReader) -> None:
+    """Raise 400 unless it is an item that a conversation can have."""
+    _Conversation().add(_read_item(item, where, fields), where)
 
 
 class _Conversation:
@@ -117,6 +136,8 @@ class _Conversation:
         elif isinstance(item, ResponseInputCallOutput | ResponseInputCustomOutput):
             text = _text(item.output, f"{where}.output")
             self.messages.append(ChatMessage(role="tool", content=text, tool_call_id=item.call_id))
+        elif isinstance(item, ResponseItemReference):
+            raise bad_request(f"{where} refers to a stored item: it must be replaced by the item", where)
         elif isinstance(item, ResponseInputMessage):
             self.add_text(item.role, _text(item.content, f"{where}.content"))
 

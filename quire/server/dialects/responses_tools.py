@@ -11,11 +11,9 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
-
 from quire.output.parsers.deltas import CallStart
 from quire.server.errors import bad_request
-from quire.server.protocol.conversation import CUSTOM_INPUT, ChatFunction, ChatTool, CustomTool
+from quire.server.protocol.conversation import ChatFunction, ChatTool, CustomTool
 from quire.server.protocol.fields import FieldReader
 from quire.server.protocol.responses import (
     ResponseCustomTool,
@@ -86,13 +84,3 @@ def qualified(namespace: str | None, name: str) -> str:
     if not namespace:
         return name
     return f"{namespace}{name}" if namespace.endswith("__") else f"{namespace}__{name}"
-
-
-def custom_input(arguments: str) -> str:
-    """The text that a custom tool is called with: the one argument, or what the model wrote instead."""
-    try:
-        given = msgspec.json.decode(arguments)
-    except (msgspec.DecodeError, RecursionError):
-        return arguments
-    text = given.get(CUSTOM_INPUT) if isinstance(given, dict) else None
-    return text if isinstance(text, str) else arguments

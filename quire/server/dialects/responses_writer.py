@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import uuid
 from collections.abc import Sequence
 from typing import Any
@@ -9,10 +10,11 @@ from typing import Any
 import msgspec
 
 from quire.output.parsers.deltas import CallArguments, CallEnd, CallStart, Content, Delta, Reasoning
-from quire.server.dialects.responses_tools import OfferedTools, custom_input
+from quire.server.dialects.responses_tools import OfferedTools
 from quire.server.errors import ApiError
 from quire.server.protocol.chat import TokenLogprob
 from quire.server.protocol.common import Usage
+from quire.server.protocol.conversation import custom_input
 from quire.server.protocol.response_events import (
     ResponseArgumentsDelta,
     ResponseArgumentsDone,
@@ -28,12 +30,14 @@ from quire.server.protocol.response_events import (
     ResponseItemDone,
     ResponsePartAdded,
     ResponsePartDone,
+    ResponseQueued,
     ResponseReasoningDelta,
     ResponseReasoningDone,
     ResponseTextDelta,
     ResponseTextDone,
 )
 from quire.server.protocol.responses import (
+    ResponseConversation,
     ResponseFailure,
     ResponseIncompleteDetails,
     ResponseInputTokensDetails,
@@ -52,8 +56,11 @@ from quire.server.protocol.responses import (
 from quire.server.protocol.sampling import given_scalars
 
 
-def new_response(request: ResponsesRequest, response_id: str, created: int, model: str) -> ResponseObject:
+def new_response(
+    request: ResponsesRequest, response_id: str, created: int, model: str, store: bool = False
+) -> ResponseObject:
     """An empty response, with the request's parameters."""
+    conversation = request.conversation_id
     text = {"format": {"type": "text"}}
     if request.text is not None and request.text.format is not None:
         given = msgspec.structs.asdict(request.text.format)
@@ -71,7 +78,11 @@ def new_response(request: ResponsesRequest, response_id: str, created: int, mode
         max_output_tokens=request.max_output_tokens,
         max_tool_calls=request.max_tool_calls,
         parallel_tool_calls=request.parallel_tool_calls is not False,
+        previous_response_id=request.previous_response_id,
+        conversation=None if conversation is None else ResponseConversation(id=conversation),
         reasoning=request.reasoning,
+        store=store,
+        background=bool(request.background),
         temperature=scalars.get("temperature"),
         text=text,
         tool_choice=choice,
@@ -97,9 +108,18 @@ class ResponseWriter:
         """Logprobs of tokens whose text is held back."""
         self._is_open = False
 
+    def queue(self) -> list[ResponseEvent]:
+        """The answer is to be generated later."""
+        self.response.status = "queued"
+        self._emit(ResponseCreated(response=self._snapshot()), ResponseQueued(response=self._snapshot()))
+        return self._take_events()
+
     def start(self) -> list[ResponseEvent]:
         """Begin the answer."""
-        self._emit(ResponseCreated(response=self._snapshot()), ResponseInProgress(response=self._snapshot()))
+        if self.response.status != "queued":
+            self._emit(ResponseCreated(response=self._snapshot()))
+        self.response.status = "in_progress"
+        self._emit(ResponseInProgress(response=self._snapshot()))
         return self._take_events()
 
     def write(self, deltas: Sequence[Delta], logprobs: Sequence[TokenLogprob] = ()) -> list[ResponseEvent]:
@@ -128,16 +148,22 @@ class ResponseWriter:
         self._close("completed" if is_whole else "incomplete")
         response = self.response
         if not response.output:
-            self._open(ResponseOutputMessage(_new_id("msg"), "in_progress", []))
+            self._open(ResponseOutputMessage(new_item_id("msg"), "in_progress", []))
             self._close("completed" if is_whole else "incomplete")
         response.usage = _usage(usage)
         if is_whole:
-            response.status = "completed"
+            response.status, response.completed_at = "completed", int(time.time())
             self._emit(ResponseCompleted(response=self._snapshot()))
         else:
             response.status = "incomplete"
             response.incomplete_details = ResponseIncompleteDetails("max_output_tokens")
             self._emit(ResponseIncomplete(response=self._snapshot()))
+        return self._take_events()
+
+    def cancel(self) -> list[ResponseEvent]:
+        """End the answer because the client wants no more of it."""
+        self._close("incomplete")
+        self.response.status = "cancelled"
         return self._take_events()
 
     def fail(self, error: ApiError) -> list[ResponseEvent]:
@@ -160,7 +186,7 @@ class ResponseWriter:
 
     def _add_text(self, text: str) -> None:
         if not (self._is_open and isinstance(self._item, ResponseOutputMessage)):
-            self._open(ResponseOutputMessage(_new_id("msg"), "in_progress", []))
+            self._open(ResponseOutputMessage(new_item_id("msg"), "in_progress", []))
         self._text.append(text)
         logprobs, self._pending = self._pending, []
         self._logprobs += logprobs
@@ -168,7 +194,7 @@ class ResponseWriter:
 
     def _add_reasoning(self, text: str) -> None:
         if not (self._is_open and isinstance(self._item, ResponseOutputReasoning)):
-            self._open(ResponseOutputReasoning(_new_id("rs"), "in_progress", []))
+            self._open(ResponseOutputReasoning(new_item_id("rs"), "in_progress", []))
         self._text.append(text)
         self._emit(ResponseReasoningDelta(**self._position, delta=text))
 
@@ -246,7 +272,8 @@ def _as_returned(tool: dict[str, Any]) -> dict[str, Any]:
     return {"type": "function", "description": None, "parameters": None, "strict": None, **tool}
 
 
-def _new_id(kind: str) -> str:
+def new_item_id(kind: str) -> str:
+    """An id for an item of this kind."""
     return f"{kind}_{uuid.uuid4().hex}"
 
 

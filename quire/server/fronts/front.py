@@ -8,7 +8,8 @@ import gc
 import itertools
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 from typing import Any
 
 import msgspec
@@ -32,6 +33,9 @@ from quire.server.lifecycle.supervisor import Health, Supervisor
 from quire.server.observability.observer import ROUTE
 from quire.server.serve import HttpServer
 
+WITH_BODY = ("POST", "PUT", "PATCH")
+REQUEST_ID = b"x-request-id"
+
 
 class HubEngine:
     """All engines of the hub as one. The connection lasts as long as this process."""
@@ -49,7 +53,7 @@ class HubEngine:
         self.read_metrics: Callable[[], Any] = lambda: None
         self._files, self._model = files, model
         self.info = engine_info(start.ready, files, model)
-        self._answers: dict[int, asyncio.Future[messages.RouteReply]] = {}
+        self._answers: dict[int, asyncio.Queue[messages.RouteStart | messages.RouteBody]] = {}
         self._numbers = itertools.count()
         self._link = FrontLink(sock)
         self._link.on_payload = self._take
@@ -68,15 +72,23 @@ class HubEngine:
         """Send, or buffer until the socket has room; never waits."""
         self._link.send(message if isinstance(message, bytes) else messages.encode(message))
 
-    async def ask_route(self, path: str, query: bytes = b"") -> messages.RouteReply:
-        """The hub's answer to a request to a route."""
-        number = next(self._numbers)
-        answer = self._answers[number] = asyncio.get_running_loop().create_future()
-        self.send(messages.RouteCall(number, path, query))
+    async def ask_route(
+        self, call: messages.RouteCall
+    ) -> AsyncGenerator[messages.RouteStart | messages.RouteBody, None]:
+        """The hub's answer to a request, part by part. Leaving early ends the request."""
+        call.question = number = next(self._numbers)
+        answer = self._answers[number] = asyncio.Queue()
+        self.send(call)
+        is_whole = False
         try:
-            return await answer
+            while not is_whole:
+                part = await answer.get()
+                is_whole = isinstance(part, messages.RouteBody) and not part.more
+                yield part
         finally:
             del self._answers[number]
+            if not is_whole:
+                self.send(messages.RouteCancel(number))
 
     def _take(self, payload: bytes) -> None:
         message = messages.decode_to_front(payload)
@@ -87,9 +99,9 @@ class HubEngine:
                 self.on_drain()
             case messages.GetFrontMetrics(question=question):
                 self.send(messages.FrontMetrics(question, self.read_metrics()))
-            case messages.RouteReply(question=question):
-                if (answer := self._answers.get(question)) is not None and not answer.done():
-                    answer.set_result(message)
+            case messages.RouteStart(question=question) | messages.RouteBody(question=question):
+                if (answer := self._answers.get(question)) is not None:
+                    answer.put_nowait(message)
             case ipc.EngineReady():
                 self.info = engine_info(message, self._files, self._model)
                 self.on_ready()
@@ -194,8 +206,14 @@ class HubSupervisor(Supervisor):
 
     async def health(self) -> Health:
         """What the hub finds."""
-        reply = await self._hub.ask_route("/health")
-        return Health(reply.status == 200, self.status if reply.status == 200 else _message_of(reply.body))
+        status, body = 0, b""
+        async with aclosing(self._hub.ask_route(messages.RouteCall(0, "GET", "/health"))) as parts:
+            async for part in parts:
+                if isinstance(part, messages.RouteStart):
+                    status = part.status
+                else:
+                    body += part.data
+        return Health(status == 200, self.status if status == 200 else _message_of(body))
 
 
 def _message_of(error: bytes) -> str:
@@ -209,10 +227,28 @@ async def run_front(
     """Serve until the hub says that it is enough."""
 
     async def ask_hub(context: ServerContext, exchange: Exchange) -> None:
-        async with exchange.interruptible():
-            reply = await hub.ask_route(exchange.scope[ROUTE], exchange.scope["query_string"])
-            await exchange.start(reply.status, reply.headers)
-            await exchange.send_body(reply.body, more=False)
+        scope = exchange.scope
+        body = await exchange.read_body() if scope["method"] in WITH_BODY else b""
+        headers = [
+            *((name, value) for name, value in scope["headers"] if name != REQUEST_ID),
+            (REQUEST_ID, exchange.id.encode()),
+        ]
+        call = messages.RouteCall(
+            0,
+            scope["method"],
+            scope[ROUTE],
+            exchange.path_params,
+            scope["query_string"],
+            headers,
+            body,
+            exchange.tenant,
+        )
+        async with exchange.interruptible(), aclosing(hub.ask_route(call)) as parts:
+            async for part in parts:
+                if isinstance(part, messages.RouteStart):
+                    await exchange.start(part.status, part.headers)
+                else:
+                    await exchange.send_body(part.data, part.more)
 
     config = ServerConfig(**start.server)
     shared = FrontCounts(start.fronts, start.number, counts)

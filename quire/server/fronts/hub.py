@@ -26,11 +26,11 @@ from quire.paths import child_environment
 from quire.server.app import routes_of
 from quire.server.config import ServerConfig
 from quire.server.context import ServerContext
-from quire.server.errors import ApiError, as_api_error
+from quire.server.errors import ApiError, as_api_error, in_client_terms
 from quire.server.fronts import messages
 from quire.server.fronts.counts import FrontCounts, make_memory
 from quire.server.fronts.link import FrontLink
-from quire.server.http import Exchange
+from quire.server.http import ClientDisconnectedError, Exchange
 from quire.server.lifecycle.supervisor import pauses
 from quire.server.observability.snapshots import MetricsSnapshot, merged_snapshots
 from quire.server.routing import Route
@@ -74,6 +74,8 @@ class FrontProcess:
         self._answers: dict[int, asyncio.Future[MetricsSnapshot]] = {}
         self._numbers = itertools.count()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._exchanges: dict[int, Exchange] = {}
+        """Requests that are answered here for its clients."""
         ours, theirs = socket.socketpair()
         with theirs:
             passed = [theirs.fileno(), *descriptors]
@@ -158,6 +160,9 @@ class FrontProcess:
                 llm.send_session_op(key, op)
             case messages.RouteCall():
                 self._run(self._answer_route(message))
+            case messages.RouteCancel(question=question):
+                if (exchange := self._exchanges.get(question)) is not None:
+                    exchange.interrupt(ClientDisconnectedError())
             case messages.FrontMetrics(question=question, snapshot=snapshot):
                 if (answer := self._answers.get(question)) is not None and not answer.done():
                     answer.set_result(snapshot)
@@ -183,7 +188,37 @@ class FrontProcess:
             self.send(ipc.SessionReply(call.question, answer))
 
     async def _answer_route(self, call: messages.RouteCall) -> None:
-        self.send(await self._fronts.answer_route(call))
+        """Answer a request that the front has authorized."""
+        body: asyncio.Queue[Any] = asyncio.Queue()
+        body.put_nowait({"type": "http.request", "body": call.body, "more_body": False})
+
+        async def send(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                self.send(messages.RouteStart(call.question, message["status"], message["headers"]))
+            else:
+                self.send(messages.RouteBody(call.question, message["body"], message.get("more_body", False)))
+
+        scope = {
+            "type": "http", "method": call.method, "path": call.route, "path_params": call.params,
+            "query_string": call.query, "headers": call.headers, "http_version": "1.1",
+        }  # fmt: skip
+        context = self._fronts.context
+        exchange = self._exchanges[call.question] = Exchange(scope, body.get, send, context.limits)
+        exchange.tenant = call.tenant
+        context.exchanges.add(exchange)
+        try:
+            await self._fronts.routes[call.method, call.route].handler(context, exchange)
+        except asyncio.CancelledError:
+            if exchange.interruption is None:
+                raise
+            if isinstance(exchange.interruption, ApiError):
+                await exchange.fail(exchange.interruption)
+        except Exception as error:
+            await exchange.fail(in_client_terms(as_api_error(error, context.retry_after), exchange.client_names))
+        finally:
+            context.exchanges.discard(exchange)
+            del self._exchanges[call.question]
+            exchange.end()
 
 
 class NoFronts:
@@ -218,7 +253,8 @@ class Fronts:
         self._config = config
         self._memory = memory
         self._descriptors = [listening.fileno(), memory]
-        self._routes: dict[str, Route] = {}
+        self.routes: dict[tuple[str, str], Route] = {}
+        """Those that only the hub answers."""
         self._alive: dict[int, FrontProcess] = {}
         self._serials = itertools.count(1)
         self._retired = MetricsSnapshot()
@@ -231,7 +267,8 @@ class Fronts:
         """Start the processes, and wait until they accept requests; raises if one cannot."""
         self.context = context
         context.metrics.gather_fronts = self._gather_metrics
-        self._routes = {route.path: route for route in routes_of(context) if route.is_hubs}
+        self.routes = {(route.method, route.path): route for route in routes_of(context) if route.is_hubs}
+        self.routes |= {("HEAD", path): route for (method, path), route in self.routes.items() if method == "GET"}
         self._known = (context.llm.info, self._state())
         first = [self._start(number) for number in range(1, self.count)]
         self._tasks = [asyncio.ensure_future(self._keep(front)) for front in first]
@@ -329,30 +366,3 @@ class Fronts:
         fronts = list(self._alive.values())
         await asyncio.gather(*(front.ask_metrics() for front in fronts))
         return merged_snapshots([self._retired, *(front.snapshot for front in fronts)])
-
-    async def answer_route(self, call: messages.RouteCall) -> messages.RouteReply:
-        """Answer a request that a front has authorized."""
-        reply = messages.RouteReply(call.question, 500, [], b"")
-
-        async def receive() -> Any:
-            await asyncio.Event().wait()
-
-        async def send(message: Any) -> None:
-            if message["type"] == "http.response.start":
-                reply.status, reply.headers = message["status"], message["headers"]
-            else:
-                reply.body += message["body"]
-
-        scope = {"type": "http", "path": call.path, "query_string": call.query, "headers": []}
-        exchange = Exchange(scope, receive, send, self.context.limits)
-        try:
-            await self._routes[call.path].handler(self.context, exchange)
-        except asyncio.CancelledError:
-            if not isinstance(exchange.interruption, ApiError):
-                raise
-            await exchange.fail(exchange.interruption)
-        except Exception as error:
-            await exchange.fail(as_api_error(error, self.context.retry_after))
-        finally:
-            exchange.end()
-        return reply

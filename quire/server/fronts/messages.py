@@ -52,16 +52,23 @@ class GetFrontMetrics(msgspec.Struct, tag=True):
     question: int
 
 
-class RouteReply(msgspec.Struct, tag=True):
-    """Answers `RouteCall`."""
+class RouteStart(msgspec.Struct, tag=True):
+    """Answers `RouteCall`: the head of the response…"""
 
     question: int
     status: int
     headers: list[tuple[bytes, bytes]]
-    body: bytes
 
 
-ToFront = Union[ipc.Up, StartFront, HubState, DrainFront, GetFrontMetrics, RouteReply]
+class RouteBody(msgspec.Struct, tag=True):
+    """…and the parts of its body."""
+
+    question: int
+    data: bytes
+    more: bool
+
+
+ToFront = Union[ipc.Up, StartFront, HubState, DrainFront, GetFrontMetrics, RouteStart, RouteBody]
 
 # To the hub
 
@@ -84,12 +91,24 @@ class FrontMetrics(msgspec.Struct, tag=True):
 
 
 class RouteCall(msgspec.Struct, tag=True):
-    """An authorized request to a route that only the hub can answer. It has no body."""
+    """An authorized request to a route that only the hub can answer."""
 
     question: int
-    path: str
-    """The route's."""
-    query: bytes
+    method: str
+    route: str
+    """The route's path, with placeholders…"""
+    params: dict[str, str] = {}
+    """…and what they stand for."""
+    query: bytes = b""
+    headers: list[tuple[bytes, bytes]] = []
+    body: bytes = b""
+    tenant: str = ""
+
+
+class RouteCancel(msgspec.Struct, tag=True):
+    """The client of a `RouteCall` has left."""
+
+    question: int
 
 
 class SendSessionOp(msgspec.Struct, tag=True):
@@ -99,7 +118,7 @@ class SendSessionOp(msgspec.Struct, tag=True):
     op: SessionOp
 
 
-ToHub = Union[ipc.Down, FrontReady, KeysFollow, FrontMetrics, RouteCall, SendSessionOp]
+ToHub = Union[ipc.Down, FrontReady, KeysFollow, FrontMetrics, RouteCall, RouteCancel, SendSessionOp]
 
 _encode = msgspec.msgpack.Encoder().encode
 _to_front = msgspec.msgpack.Decoder(ToFront)

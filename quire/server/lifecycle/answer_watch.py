@@ -38,14 +38,14 @@ async def answering(exchange: Exchange, supervisors: Sequence[Supervisor]) -> As
             task.cancel()
 
 
-async def answer_or_reason(answer: Awaitable[T], supervisor: Supervisor) -> tuple[T | None, str]:
-    """What the engine answers; or None, and why it does not."""
+async def answer_or_reason(answer: Awaitable[T], *supervisors: Supervisor) -> tuple[T | None, str]:
+    """What one of these engines answers; or None, and why none does."""
     asked = asyncio.ensure_future(answer)
     unhealthy = None
     try:
         if (await asyncio.wait([asked], timeout=ANSWER_SECONDS))[0]:
             return asked.result(), ""
-        unhealthy = asyncio.ensure_future(_wait_until_unhealthy([supervisor]))
+        unhealthy = asyncio.ensure_future(_wait_until_unhealthy(supervisors))
         await asyncio.wait([asked, unhealthy], return_when=asyncio.FIRST_COMPLETED)
         return (asked.result(), "") if asked.done() else (None, unhealthy.result())
     finally:

@@ -40,7 +40,7 @@ class SupervisedEngine(HealthReporter, Protocol):
     def is_reloading(self) -> bool: ...
 
     @property
-    def failures(self) -> int: ...
+    def is_hopeful(self) -> bool: ...
 
     @property
     def info(self) -> EngineInfo: ...
@@ -73,8 +73,9 @@ class Supervisor:
         place: str = "",
     ) -> None:
         """`stall_seconds`: a step may take this long before the engine counts as unhealthy. `hang_timeout`: and this
-        long before its process is killed; 0: never. `settled_seconds`: an engine that served this long, or that has
-        yielded a token, is restarted without a pause. `place`: which of several engines it is, for the log.
+        long before its process is killed; 0: never. `settled_seconds`: an engine that served this long, or whose
+        requests still wait for the next one, is restarted without a pause. `place`: which of several engines it is, for
+        the log.
         """
         self._llm = llm
         self._probe = HealthProbe(llm, stall_seconds)
@@ -163,7 +164,7 @@ class Supervisor:
                 self._cause = ""
                 continue
             logger.error("%s", self._cause)
-            if time.monotonic() - self._ready_at >= self._settled_seconds or self._llm.failures == 1:
+            if time.monotonic() - self._ready_at >= self._settled_seconds or self._llm.is_hopeful:
                 self._pauses = pauses()
             while self._llm.errored and not self._llm.is_shut:
                 await self._restart(next(self._pauses))

@@ -11,9 +11,6 @@ from typing import Any, TextIO
 
 from quire.server.observability.observer import ROUTINE_PATHS, GenerationRecord, HttpRecord, current_record
 
-LONGEST_PROMPT = 2048
-"""Characters or tokens of a logged prompt."""
-
 access = logging.getLogger("quire.access")
 requests = logging.getLogger("quire.requests")
 
@@ -121,9 +118,13 @@ def _sentence(fields: dict[str, Any]) -> str:
 class RequestLog:
     """A line for each request to the engine, with its prompt; used only with --enable-log-requests."""
 
+    def __init__(self, longest: int) -> None:
+        """`longest`: characters or tokens of a prompt that are logged."""
+        self._longest = longest
+
     def on_submit(self, record: GenerationRecord) -> None:
         """A request is being sent to the engine."""
-        prompt = record.prompt[:LONGEST_PROMPT] if record.prompt is not None else None
+        prompt = record.prompt[: self._longest] if record.prompt is not None else None
         fields = {"request_id": record.request_id, "prompt": prompt, "params": repr(record.params)}
         requests.info("request %s: %r, %s", record.request_id, prompt, record.params, extra={"fields": fields})
 

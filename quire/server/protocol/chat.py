@@ -18,6 +18,7 @@ from quire.server.protocol.conversation import (
     ChatTool,
     FunctionName,
     NamedTool,
+    Prediction,
     ReasoningSwitch,
     ThinkingSwitch,
 )
@@ -69,6 +70,8 @@ class ChatRequest(GenerationFields, kw_only=True):
     chat_template: str | None = None
     chat_template_kwargs: TemplateVariables | None = None
     documents: list[dict[str, Any]] | None = None
+    prediction: Prediction | None = None
+    """With speculative decoding, an answer that is like it comes faster. It changes no token."""
 
     echo: bool | None = None
     """Begin the answer with the last message, if it has the role of the answer."""
@@ -79,7 +82,6 @@ class ChatRequest(GenerationFields, kw_only=True):
     add_special_tokens: bool | None = None
     verbosity: Hint = None
     audio: None = None
-    prediction: None = None
     web_search_options: None = None
 
     def __post_init__(self) -> None:
@@ -184,6 +186,23 @@ class ChatRequest(GenerationFields, kw_only=True):
             raise bad_request("a tool has an empty name", "tools")
 
     @property
+    def answer_role(self) -> str:
+        """The role of the answer: the assistant's, or that of the last message if the answer continues it."""
+        is_new = not self.continue_final_message and self.add_generation_prompt is not False
+        return "assistant" if is_new else self.messages[-1].role
+
+    @property
+    def echoed(self) -> str:
+        """The text that the answer begins with."""
+        last = self.messages[-1]
+        return last.text if self.echo and last.role == self.answer_role else ""
+
+    @property
+    def custom_tools(self) -> frozenset[str]:
+        """The names of tools whose argument is one text."""
+        return frozenset(tool.function.name for tool in self.tools or () if tool.type == "custom")
+
+    @property
     def token_limit(self) -> tuple[int | None, str]:
         """The most tokens to generate, and the name of the field that sets it."""
         if self.max_completion_tokens is not None:
@@ -220,25 +239,35 @@ class CalledFunction(msgspec.Struct):
     arguments: str
 
 
+class CalledCustom(msgspec.Struct):
+    name: str
+    input: str
+
+
 class AnsweredCall(msgspec.Struct):
     """A tool call in a response."""
 
     id: str
-    function: CalledFunction
+    function: CalledFunction | UnsetType = UNSET
     type: str = "function"
+    custom: CalledCustom | UnsetType = UNSET
 
 
-class AnswerMessage(msgspec.Struct, omit_defaults=True):
+class AnswerMessage(msgspec.Struct):
     """The assistant's message."""
 
     role: str
     content: str | None
-    refusal: None
-    reasoning: str | UnsetType | None = UNSET
+    refusal: None = None
+    annotations: None = None
+    audio: None = None
+    function_call: CalledFunction | None = None
+    """The call, if the request has `functions`."""
     tool_calls: list[AnsweredCall] | UnsetType = UNSET
+    reasoning: str | None = None
 
 
-class ChatChoice(msgspec.Struct, omit_defaults=True):
+class ChatChoice(msgspec.Struct):
     """One sequence."""
 
     index: int
@@ -246,10 +275,10 @@ class ChatChoice(msgspec.Struct, omit_defaults=True):
     logprobs: ChoiceLogprobs | None
     finish_reason: str | None
     stop_reason: int | str | None
-    token_ids: list[int] | UnsetType = UNSET
+    token_ids: list[int] | None = None
 
 
-class ChatResponse(msgspec.Struct, omit_defaults=True):
+class ChatResponse(msgspec.Struct):
     """The whole response."""
 
     id: str
@@ -258,9 +287,12 @@ class ChatResponse(msgspec.Struct, omit_defaults=True):
     model: str
     choices: list[ChatChoice]
     usage: Usage
-    system_fingerprint: str | UnsetType | None = UNSET
-    prompt_logprobs: list[dict[int, PromptLogprob] | None] | UnsetType = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
+    service_tier: None = None
+    system_fingerprint: str | None = None
+    prompt_logprobs: list[dict[int, PromptLogprob] | None] | None = None
+    prompt_token_ids: list[int] | None = None
+    prompt_text: str | None = None
+    kv_transfer_params: None = None
     metrics: RequestTimings | UnsetType = UNSET
 
 
@@ -277,6 +309,11 @@ class FunctionDelta(msgspec.Struct, omit_defaults=True):
     arguments: str | UnsetType = UNSET
 
 
+class CustomDelta(msgspec.Struct, omit_defaults=True):
+    name: str | UnsetType = UNSET
+    input: str | UnsetType = UNSET
+
+
 class CallDelta(msgspec.Struct, omit_defaults=True):
     """A part of a tool call."""
 
@@ -284,6 +321,7 @@ class CallDelta(msgspec.Struct, omit_defaults=True):
     id: str | UnsetType = UNSET
     type: str | UnsetType = UNSET
     function: FunctionDelta | UnsetType = UNSET
+    custom: CustomDelta | UnsetType = UNSET
 
 
 class ChatMessageDelta(msgspec.Struct, omit_defaults=True):
@@ -293,6 +331,7 @@ class ChatMessageDelta(msgspec.Struct, omit_defaults=True):
     content: str | UnsetType = UNSET
     reasoning: str | UnsetType = UNSET
     tool_calls: list[CallDelta] | UnsetType = UNSET
+    function_call: FunctionDelta | UnsetType = UNSET
 
 
 class ChunkChoice(msgspec.Struct, omit_defaults=True):
@@ -315,5 +354,6 @@ class ChatChunk(msgspec.Struct, omit_defaults=True):
     model: str
     choices: list[ChunkChoice]
     usage: Usage | UnsetType | None = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType | None = UNSET
+    prompt_text: str | UnsetType = UNSET
     metrics: RequestTimings | UnsetType = UNSET

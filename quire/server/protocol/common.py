@@ -30,10 +30,8 @@ HINTS: Mapping[str, str] = {
     "best_of": "request n sequences and choose among them",
     "logits_processors": "they are configured with --logits-processors, and read vllm_xargs",
     "guided_whitespace_pattern": "use structured_outputs with disable_any_whitespace",
-    "suffix": "the model completes only at the end",
     "audio": "answers are text",
     "modalities": "answers are text",
-    "prediction": "leave it out",
     "web_search_options": "the server does not access the web; give a search tool in tools",
     "thinking_token_budget": "leave it out",
     "mm_processor_kwargs": "the model reads text only",
@@ -99,6 +97,10 @@ class PromptTokensDetails(msgspec.Struct):
 
 class CompletionTokensDetails(msgspec.Struct):
     reasoning_tokens: int
+    accepted_prediction_tokens: int | msgspec.UnsetType = msgspec.UNSET
+    """Tokens of the request's prediction that the answer has, if the prediction is used for drafts…"""
+    rejected_prediction_tokens: int | msgspec.UnsetType = msgspec.UNSET
+    """…and those that it does not have."""
 
 
 class RequestTimings(msgspec.Struct):

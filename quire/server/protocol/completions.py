@@ -27,7 +27,8 @@ class CompletionRequest(GenerationFields, kw_only=True):
     logprobs: Logprobs | None = None
     echo: bool | None = None
     add_special_tokens: bool | None = None
-    suffix: None = None
+    suffix: str | None = None
+    """Text after what is generated, for models that can fill in the middle."""
     prompt_embeds: None = None
 
     @property
@@ -47,6 +48,11 @@ class CompletionRequest(GenerationFields, kw_only=True):
             raise bad_request("beam search returns logprobs of the chosen tokens only: logprobs must be 0", "logprobs")
         if self.use_beam_search and self.echo and self.logprobs is not None:
             raise bad_request("beam search does not score its prompt: leave out echo or logprobs", "echo")
+
+        if self.suffix and self.echo:
+            for name in ("logprobs", "prompt_logprobs", "truncate_prompt_tokens"):
+                if getattr(self, name) is not None:
+                    raise bad_request(f"suffix and echo cannot be combined with {name}", name)
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -71,9 +77,9 @@ class CompletionChoice(msgspec.Struct, omit_defaults=True):
     logprobs: CompletionLogprobs | None
     finish_reason: str | None
     stop_reason: int | str | None
-    token_ids: list[int] | UnsetType = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
-    prompt_logprobs: list[dict[int, PromptLogprob] | None] | UnsetType = UNSET
+    token_ids: list[int] | UnsetType | None = UNSET
+    prompt_token_ids: list[int] | UnsetType | None = UNSET
+    prompt_logprobs: list[dict[int, PromptLogprob] | None] | UnsetType | None = UNSET
 
 
 class CompletionResponse(msgspec.Struct, omit_defaults=True):
@@ -85,4 +91,7 @@ class CompletionResponse(msgspec.Struct, omit_defaults=True):
     model: str
     choices: list[CompletionChoice]
     usage: Usage | UnsetType | None = UNSET
+    service_tier: UnsetType | None = UNSET
+    system_fingerprint: UnsetType | None = UNSET
+    kv_transfer_params: UnsetType | None = UNSET
     metrics: RequestTimings | list[RequestTimings] | UnsetType = UNSET

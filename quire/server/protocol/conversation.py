@@ -109,6 +109,14 @@ class ChatMessage(Body):
         thoughts = [block.get("thinking") for block in self.thinking_blocks]
         return "\n".join(thought for thought in thoughts if isinstance(thought, str)) or None
 
+    @property
+    def text(self) -> str:
+        """The content's text."""
+        if isinstance(self.content, list):
+            texts = [part.get("text") for part in self.content]
+            return "\n".join(text for text in texts if isinstance(text, str))
+        return self.content or ""
+
     def check_parts(self, fields: FieldReader, where: str) -> None:
         """Apply the rule for fields to the parts of the content."""
         if isinstance(self.content, list):
@@ -144,6 +152,16 @@ class CustomTool(Body):
             text = f"{text}\n\nThe input has this form:\n{wanted['definition']}".strip()
         parameters = {"type": "object", "properties": {CUSTOM_INPUT: {"type": "string"}}, "required": [CUSTOM_INPUT]}
         return ChatFunction(name=self.name, description=text or None, parameters=parameters)
+
+
+def custom_input(arguments: str) -> str:
+    """The text that a custom tool is called with: the one argument, or what the model wrote instead."""
+    try:
+        given = msgspec.json.decode(arguments)
+    except (msgspec.DecodeError, RecursionError):
+        return arguments
+    text = given.get(CUSTOM_INPUT) if isinstance(given, dict) else None
+    return text if isinstance(text, str) else arguments
 
 
 class ChatTool(Body):
@@ -212,3 +230,20 @@ class ReasoningSwitch(Body):
     max_tokens: Hint = None
     summary: Hint = None
     generate_summary: Hint = None
+
+
+class Prediction(Body):
+    """The answer as the client expects it to be."""
+
+    content: str | list[Part]
+    type: Literal["content"] = "content"
+
+    @property
+    def text(self) -> str:
+        """All of it; raises 400 for a part that is not text."""
+        if isinstance(self.content, str):
+            return self.content
+        texts = [part.get("text") for part in self.content]
+        if any(not isinstance(text, str) for text in texts):
+            raise bad_request("prediction.content holds a part that is not text", "prediction")
+        return "".join(map(str, texts))

@@ -9,8 +9,20 @@ import msgspec
 
 from quire.messages.pooling import PoolingParams
 from quire.server.errors import bad_request
+from quire.server.protocol.chat import ChatRequest
 from quire.server.protocol.common import HINTS, Body, Usage, check_scheduling, prompt_list
-from quire.server.protocol.values import ModelName, Positive, Priority, Prompt, RequestId, Seconds, Truncation
+from quire.server.protocol.conversation import ChatMessage
+from quire.server.protocol.values import (
+    Hint,
+    ModelName,
+    Positive,
+    Priority,
+    Prompt,
+    RequestId,
+    Seconds,
+    TemplateVariables,
+    Truncation,
+)
 
 MAX_INPUTS = 2048
 """OpenAI's limit."""
@@ -22,28 +34,33 @@ class EmbeddingRequest(Body):
     hints: ClassVar[Mapping[str, str]] = {
         **HINTS,
         "normalize": "use use_activation",
-        "messages": "send the text as input",
-        "truncation_side": "the beginning is always kept",
         "embed_dtype": "embeddings are float32",
         "endianness": "base64 holds little-endian float32",
     }
 
-    input: Prompt
+    input: Prompt | None = None
     """Text, token ids, or a list of either."""
+    messages: list[ChatMessage] | None = None
+    """In place of `input`: a conversation, rendered with the chat template."""
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: TemplateVariables | None = None
     model: ModelName | None = None
     encoding_format: Literal["float", "base64"] | None = None
     """Encoding of the vectors; base64 holds little-endian float32."""
     dimensions: Positive | None = None
     """Keep this many first components, for models trained for it."""
-    user: str | None = None
-    """Accepted, without effect."""
+    user: Hint = None
 
     pooling: Literal["last", "mean"] | None = None
     """The last token's hidden state, or the mean of all; unset: the engine's setting."""
     use_activation: bool | None = None
     """False: do not normalize vectors to length 1."""
     truncate_prompt_tokens: Truncation | None = None
-    """Keep this many first tokens of each input; -1: as many as the model allows."""
+    """Keep this many tokens of each input; -1: as many as the model allows."""
+    truncation_side: Literal["left", "right"] | None = None
+    """Which end is left out; unset: right, so that the first tokens are kept."""
     add_special_tokens: bool | None = None
     """False: the tokenizer adds no special tokens."""
     priority: Priority | None = None
@@ -61,13 +78,30 @@ class EmbeddingRequest(Body):
     def check_fields(self) -> None:
         """Check what the types cannot express; raises 400."""
         check_scheduling(self.timeout, self.priority)
+        if self.input is None and self.messages is None:
+            raise bad_request("input is missing: give text, token ids, or messages in its place", "input")
+        if self.input is not None and self.messages is not None:
+            raise bad_request("give either input or messages", "input")
+        if self.messages is not None:
+            self.as_chat().check_fields()
+            return
         if len(self.inputs) > MAX_INPUTS:
             raise bad_request(f"input has {len(self.inputs)} entries; at most {MAX_INPUTS}", "input")
 
     @property
     def inputs(self) -> list[str | list[int]]:
         """The inputs as a list."""
-        return prompt_list(self.input, "input")
+        return [] if self.input is None else prompt_list(self.input, "input")
+
+    def as_chat(self) -> ChatRequest:
+        """The messages as a chat, to be rendered."""
+        return ChatRequest(
+            messages=self.messages or [],
+            add_generation_prompt=bool(self.add_generation_prompt),
+            continue_final_message=self.continue_final_message,
+            chat_template=self.chat_template,
+            chat_template_kwargs=self.chat_template_kwargs,
+        )
 
     @property
     def pooling_params(self) -> PoolingParams:

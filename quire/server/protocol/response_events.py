@@ -31,6 +31,10 @@ class ResponseCreated(ResponseEvent, tag="response.created", kw_only=True):
     response: ResponseObject
 
 
+class ResponseQueued(ResponseEvent, tag="response.queued", kw_only=True):
+    response: ResponseObject
+
+
 class ResponseInProgress(ResponseEvent, tag="response.in_progress", kw_only=True):
     response: ResponseObject
 
@@ -111,6 +115,7 @@ class ResponseCustomInputDone(_ItemEvent, tag="response.custom_tool_call_input.d
 
 AnyResponseEvent = Union[
     ResponseCreated,
+    ResponseQueued,
     ResponseInProgress,
     ResponseCompleted,
     ResponseIncomplete,

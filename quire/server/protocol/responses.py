@@ -37,7 +37,6 @@ from quire.server.protocol.values import (
 LOGPROBS = "message.output_text.logprobs"
 ENCRYPTED_REASONING = "reasoning.encrypted_content"
 """Accepted and not needed: reasoning is returned as plain text and can be sent back."""
-_NOT_STORED = "nothing is stored; send the whole conversation as input"
 
 
 # Requests
@@ -122,11 +121,19 @@ class ResponseInputReasoning(Body):
     status: Hint = None
 
 
+class ResponseItemReference(Body):
+    """A stored item, by its id."""
+
+    type: Literal["item_reference"]
+    id: str
+
+
 INPUT_ITEMS: dict[str, type[Body]] = {
     "message": ResponseInputMessage,
     "function_call": ResponseInputCall,
     "function_call_output": ResponseInputCallOutput,
     "reasoning": ResponseInputReasoning,
+    "item_reference": ResponseItemReference,
     "custom_tool_call": ResponseInputCustomCall,
     "custom_tool_call_output": ResponseInputCustomOutput,
 }
@@ -203,6 +210,12 @@ class ResponseReasoningOptions(Body):
     generate_summary: Hint = None
 
 
+class ResponseConversation(Body):
+    """A conversation, by its id."""
+
+    id: str
+
+
 class ResponseStreamOptions(Body):
     include_obfuscation: Hint = None
 
@@ -213,18 +226,13 @@ class ResponsesRequest(Body):
 
     hints: ClassVar[Mapping[str, str]] = {
         **HINTS,
-        "previous_response_id": _NOT_STORED,
-        "conversation": _NOT_STORED,
         "prompt": "prompts are not stored; send instructions and input",
-        "background": "background processing is not supported; send false or leave it out",
         "n": "a response is one sequence",
         "max_tokens": "use max_output_tokens",
         "response_format": "use text.format",
         "messages": "use input",
     }
-    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "background": (False,),
-    }
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
 
     input: Union[str, Annotated[list[ResponseInputItem], NOT_EMPTY]]
     """Text, or items: messages, reasoning, function calls and their outputs."""
@@ -276,13 +284,16 @@ class ResponsesRequest(Body):
     client_metadata: Hint = None
     service_tier: Hint = None
     store: bool | None = None
-    """Nothing is stored."""
+    """Whether the response can be retrieved and followed up; unset: yes, if the server stores any."""
     context_management: Hint = None
     """Ignored, and said: the model reads the input as it is sent."""
 
     background: bool | None = None
-    previous_response_id: None = None
-    conversation: None = None
+    """True: answer at once, with a response that is queued and can be retrieved until it is finished."""
+    previous_response_id: str | None = None
+    """The stored response that this one follows: its context and its output come before the input."""
+    conversation: Union[str, ResponseConversation, None] = None
+    """The conversation whose items come before the input, and to which input and output are added."""
     prompt: None = None
     moderation: None = None
 
@@ -314,6 +325,21 @@ class ResponsesRequest(Body):
             raise bad_request(
                 f"tool_choice must be none, auto, required or a function; got {self.tool_choice[:80]!r}", "tool_choice"
             )
+
+    def check_references(self) -> None:
+        """Check what it refers to and whether it is stored; raises 400."""
+        if self.previous_response_id is not None and self.conversation is not None:
+            raise bad_request(
+                "previous_response_id and conversation cannot be combined: both say what comes before the input",
+                "previous_response_id",
+            )
+        if self.background and self.store is False:
+            raise bad_request("background needs store: a response that is not stored could not be retrieved", "store")
+
+    @property
+    def conversation_id(self) -> str | None:
+        """The conversation's id, however it is given."""
+        return self.conversation.id if isinstance(self.conversation, ResponseConversation) else self.conversation
 
     @property
     def wants_logprobs(self) -> bool:
@@ -422,7 +448,9 @@ class ResponseObject(msgspec.Struct, kw_only=True):
     max_output_tokens: int | None = None
     max_tool_calls: int | None = None
     parallel_tool_calls: bool = True
-    previous_response_id: None = None
+    previous_response_id: str | None = None
+    conversation: ResponseConversation | None = None
+    completed_at: int | None = None
     reasoning: ResponseReasoningOptions | None = None
     service_tier: str = "default"
     store: bool = False
@@ -435,3 +463,19 @@ class ResponseObject(msgspec.Struct, kw_only=True):
     top_p: float | None = None
     truncation: str = "disabled"
     user: str | None = None
+
+
+class ResponseDeleted(msgspec.Struct, kw_only=True):
+    id: str
+    object: str = "response"
+    deleted: bool = True
+
+
+class ResponseItemList(msgspec.Struct, kw_only=True):
+    """A page of items. Pass `last_id` as `after` for the next page."""
+
+    object: str = "list"
+    data: list[dict[str, Any]]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool

@@ -160,7 +160,8 @@ class GenerationFields(Body):
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     truncate_prompt_tokens: Truncation | None = None
-    truncation_side: Literal["left"] | None = None
+    truncation_side: Literal["left", "right"] | None = None
+    """Which end of the prompt is left out; unset: left, the beginning."""
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None

@@ -8,7 +8,7 @@ from contextlib import aclosing
 
 from msgspec import UNSET, UnsetType
 
-from quire.output.parsers.deltas import CallArguments, CallStart, Content, Delta, Reasoning, gather
+from quire.output.parsers.deltas import CallArguments, CallEnd, CallStart, Content, Delta, Reasoning, gather
 from quire.server.chat_generation import AnswerPiece, ChatGeneration, is_long, prepare
 from quire.server.context import ServerContext
 from quire.server.http import EventStream, EventTemplate, Exchange, encode
@@ -17,6 +17,7 @@ from quire.server.protocol.chat import (
     AnsweredCall,
     AnswerMessage,
     CallDelta,
+    CalledCustom,
     CalledFunction,
     ChatChoice,
     ChatChunk,
@@ -25,9 +26,11 @@ from quire.server.protocol.chat import (
     ChatResponse,
     ChoiceLogprobs,
     ChunkChoice,
+    CustomDelta,
     FunctionDelta,
 )
-from quire.server.protocol.common import request_timings
+from quire.server.protocol.common import Usage, request_timings
+from quire.server.protocol.conversation import custom_input
 from quire.server.routes.completions import MANY_DETAILS
 from quire.server.routing import Route
 
@@ -50,7 +53,7 @@ class ChatAnswer:
         self._context = context
         self._exchange = exchange
         self._request = request
-        self._generation = generation
+        self.generation = generation
         self._id = f"chatcmpl-{exchange.id}"
         self._created = int(time.time())
         self._model = request.model or context.names[0]
@@ -58,16 +61,15 @@ class ChatAnswer:
         self._as_ids = bool(request.return_tokens_as_token_ids)
         self._wants_ids = bool(request.return_token_ids)
         self._wants_timings = bool(request.return_metrics) or context.config.enable_per_request_metrics
+        self._custom_tools = request.custom_tools
+        self._custom_arguments: dict[tuple[int, int], list[str]] = {}
+        """Pieces of the arguments of custom tools so far, by choice and call."""
 
     # Not streamed
 
     async def send(self) -> None:
         """Send the whole response."""
-        generation = self._generation
-        pieces: list[list[AnswerPiece]] = [[] for _ in generation.choices]
-        async with aclosing(generation.pieces()) as coming:
-            async for piece in coming:
-                pieces[piece.sequence.index].append(piece)
+        pieces = await self.collect()
         tokens = (
             sum(len(piece.sequence.token_ids) for mine in pieces for piece in mine) if self._request.logprobs else 0
         )
@@ -75,37 +77,49 @@ class ChatAnswer:
         is_long = tokens * (1 + self._top) + len(prompt) * (1 + (self._request.prompt_logprobs or 0)) > MANY_DETAILS
         await self._exchange.reply(await self._exchange.call(is_long, self._whole, pieces))
 
+    async def collect(self) -> list[list[AnswerPiece]]:
+        """The pieces of each sequence."""
+        pieces: list[list[AnswerPiece]] = [[] for _ in self.generation.choices]
+        async with aclosing(self.generation.pieces()) as coming:
+            async for piece in coming:
+                pieces[piece.sequence.index].append(piece)
+        return pieces
+
+    def response(self, choices: list[ChatChoice], usage: Usage) -> ChatResponse:
+        """The response with these choices."""
+        return ChatResponse(self._id, "chat.completion", self._created, self._model, choices, usage)
+
     def _whole(self, pieces: list[list[AnswerPiece]]) -> bytes:
         """The encoded response."""
-        generation = self._generation
+        generation = self.generation
         output = pieces[0][-1].output
         first = pieces[0][0].output
-        response = ChatResponse(
-            id=self._id,
-            object="chat.completion",
-            created=self._created,
-            model=self._model,
-            choices=[self._choice(mine) for mine in pieces],
-            usage=generation.counter.usage,
-        )
+        response = self.response([self.choice(mine) for mine in pieces], generation.counter.usage)
         if first.prompt_logprobs is not None:
             response.prompt_logprobs = prompt_logprobs(first.prompt_logprobs)
         if self._wants_ids:
             response.prompt_token_ids = output.prompt_token_ids
+        if self._request.return_prompt_text:
+            response.prompt_text = generation.job.text
         if self._wants_timings:
             response.metrics = request_timings(output)
         return encode(response)
 
-    def _choice(self, pieces: list[AnswerPiece]) -> ChatChoice:
+    def choice(self, pieces: list[AnswerPiece]) -> ChatChoice:
+        """One sequence of a whole response."""
         answer = gather([delta for piece in pieces for delta in piece.deltas])
-        message = AnswerMessage(role="assistant", content=answer.content, refusal=None)
-        if self._generation.splits_reasoning:
+        message = AnswerMessage(role=self._request.answer_role, content=self._request.echoed + answer.content)
+        if self.generation.splits_reasoning:
             message.reasoning = answer.reasoning or None
         if answer.calls:
-            message.content = answer.content or None
-            message.tool_calls = [
-                AnsweredCall(call.id, CalledFunction(call.name, call.arguments)) for call in answer.calls
-            ]
+            message.content = message.content or None
+            called = [CalledFunction(call.name, call.arguments) for call in answer.calls]
+            if self._request.functions:
+                message.function_call = called[0]
+            else:
+                message.tool_calls = [
+                    self._call(call.id, function) for call, function in zip(answer.calls, called, strict=True)
+                ]
         tokens = [token for piece in pieces for token in piece.sequence.token_ids]
         logprobs = None
         if self._request.logprobs:
@@ -116,16 +130,26 @@ class ChatAnswer:
             index=last.sequence.index,
             message=message,
             logprobs=logprobs,
-            finish_reason=last.finish_reason,
+            finish_reason=self._finish_reason(last.finish_reason),
             stop_reason=last.sequence.stop_reason,
-            token_ids=tokens if self._wants_ids else UNSET,
+            token_ids=tokens if self._wants_ids else None,
         )
+
+    def _call(self, call_id: str, function: CalledFunction) -> AnsweredCall:
+        if function.name not in self._custom_tools:
+            return AnsweredCall(call_id, function)
+        return AnsweredCall(
+            call_id, type="custom", custom=CalledCustom(function.name, custom_input(function.arguments))
+        )
+
+    def _finish_reason(self, reason: str | None) -> str | None:
+        return "function_call" if self._request.functions and reason == "tool_calls" else reason
 
     # Streamed
 
     async def stream(self) -> None:
         """Send events: the role, new output and the end of each sequence, usage."""
-        generation, request = self._generation, self._request
+        generation, request = self.generation, self._request
         forced = self._context.config.enable_force_include_usage
         continuous = request.continuous_usage or forced
         started = [False] * len(generation.choices)
@@ -154,13 +178,22 @@ class ChatAnswer:
 
     async def _open(self, events: EventStream, piece: AnswerPiece, continuous: bool) -> None:
         chunk = self._chunk(
-            [ChunkChoice(piece.sequence.index, ChatMessageDelta(role="assistant", content=""), None, None)]
+            [
+                ChunkChoice(
+                    piece.sequence.index, ChatMessageDelta(role=self._request.answer_role, content=""), None, None
+                )
+            ]
         )
-        if self._wants_ids:
-            chunk.prompt_token_ids = piece.output.prompt_token_ids
-        if continuous:
-            chunk.usage = self._generation.counter.usage
+        chunk.prompt_token_ids = piece.output.prompt_token_ids if self._wants_ids else None
+        if self._request.return_prompt_text:
+            chunk.prompt_text = self.generation.job.text or ""
+        usage = self.generation.counter.first_usage if continuous else UNSET
+        chunk.usage = usage
         await events.send(chunk)
+        if echoed := self._request.echoed:
+            chunk = self._chunk([ChunkChoice(piece.sequence.index, ChatMessageDelta(content=echoed), None, None)])
+            chunk.usage = usage
+            await events.send(chunk)
 
     def _delta_encoder(self) -> Callable[[list[Delta]], list[bytes]]:
         """Encodes deltas of the only choice as `_chunks` would, without logprobs and token ids."""
@@ -183,7 +216,8 @@ class ChatAnswer:
 
     def _chunks(self, piece: AnswerPiece) -> list[ChatChunk]:
         """A piece as chunks, one per delta; logprobs and token ids go with the first."""
-        deltas = [message for delta in piece.deltas if (message := _message_delta(delta)) is not None]
+        choice = piece.sequence.index
+        deltas = [message for delta in piece.deltas if (message := self._message_delta(choice, delta)) is not None]
         logprobs, tokens = self._details(piece)
         if not deltas and (logprobs is not None or tokens is not UNSET):
             deltas.append(ChatMessageDelta(content=""))
@@ -193,10 +227,30 @@ class ChatAnswer:
         if piece.finish_reason is not None:
             choices.append(
                 ChunkChoice(
-                    piece.sequence.index, ChatMessageDelta(), None, piece.finish_reason, piece.sequence.stop_reason
+                    piece.sequence.index,
+                    ChatMessageDelta(),
+                    None,
+                    self._finish_reason(piece.finish_reason),
+                    piece.sequence.stop_reason,
                 )
             )
         return [self._chunk([choice]) for choice in choices]
+
+    def _message_delta(self, choice: int, delta: Delta) -> ChatMessageDelta | None:
+        if self._request.functions and isinstance(delta, CallStart | CallArguments | CallEnd):
+            return _function_delta(delta)
+        if self._custom_tools:
+            if isinstance(delta, CallStart) and delta.name in self._custom_tools:
+                self._custom_arguments[choice, delta.index] = []
+                call = CallDelta(delta.index, delta.id, "custom", custom=CustomDelta(delta.name, ""))
+                return ChatMessageDelta(tool_calls=[call])
+            if isinstance(delta, CallArguments) and (choice, delta.index) in self._custom_arguments:
+                self._custom_arguments[choice, delta.index].append(delta.text)
+                return None  # the text is known when the arguments are whole
+            if isinstance(delta, CallEnd) and (choice, delta.index) in self._custom_arguments:
+                text = custom_input("".join(self._custom_arguments.pop((choice, delta.index))))
+                return ChatMessageDelta(tool_calls=[CallDelta(delta.index, custom=CustomDelta(input=text))])
+        return _message_delta(delta)
 
     def _details(self, piece: AnswerPiece) -> tuple[ChoiceLogprobs | None, list[int] | UnsetType]:
         sequence = piece.sequence
@@ -204,6 +258,15 @@ class ChatAnswer:
         if self._request.logprobs and sequence.token_ids:
             logprobs = chat_logprobs(sequence.token_ids, sequence.logprobs, self._top, self._as_ids)
         return logprobs, list(sequence.token_ids) if self._wants_ids and sequence.token_ids else UNSET
+
+
+def _function_delta(delta: CallStart | CallArguments | CallEnd) -> ChatMessageDelta | None:
+    """The first call in OpenAI's older format, which has only one."""
+    if delta.index or isinstance(delta, CallEnd):
+        return None
+    if isinstance(delta, CallStart):
+        return ChatMessageDelta(function_call=FunctionDelta(name=delta.name, arguments=""))
+    return ChatMessageDelta(function_call=FunctionDelta(arguments=delta.text))
 
 
 def _message_delta(delta: Delta) -> ChatMessageDelta | None:

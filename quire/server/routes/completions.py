@@ -57,19 +57,49 @@ def prepare(context: ServerContext, exchange: Exchange, request: CompletionReque
     turn = requested_session(exchange, request, search)
     if turn is not None and (len(prompts) > 1 or request.max_tokens == 0):
         raise bad_request("a session's turn has one prompt and generates at least one token", "session_id")
+    if request.suffix:
+        if not context.llm.inputs.fill_in_middle.is_supported:
+            raise bad_request(context.llm.inputs.fill_in_middle.refusal(context.names[0]), "suffix")
+        context.llm.inputs.end_middle(params)
     jobs = []
+    from_start = request.truncation_side == "right"
     for prompt in prompts:
         check_abandoned()
         text = prompt if isinstance(prompt, str) else None
-        if isinstance(prompt, str):
+        if request.suffix:
+            text, tokens = _fill_in_middle(context, request, prompt)
+        elif isinstance(prompt, str):
             adds = request.add_special_tokens is not False
-            tokens = context.tokenize(prompt, adds, params.truncate_prompt_tokens)
+            tokens = context.tokenize(prompt, adds, params.truncate_prompt_tokens, from_start=from_start)
         else:
-            tokens = prompt
+            keep = params.truncate_prompt_tokens or 0
+            tokens = prompt[:keep] if from_start and keep > 0 else prompt
         if params.truncate_prompt_tokens is None:
             context.check_length(len(tokens), limit)
-        jobs.append(GenerationJob(tokens, params, text, request.priority or 0, request.cache_salt, search, turn))
+        job = GenerationJob(tokens, params, text, request.priority or 0, request.cache_salt, search, turn)
+        job.is_turn_optional = turn is not None and request.session_id is None
+        jobs.append(job)
     return jobs
+
+
+def _fill_in_middle(
+    context: ServerContext, request: CompletionRequest, prompt: str | list[int]
+) -> tuple[str, list[int]]:
+    """The text before the middle, and the tokens of the whole prompt."""
+    keep = request.truncate_prompt_tokens
+    keep = context.max_model_len - 1 if keep is not None and keep < 0 else keep
+    if isinstance(prompt, str):
+        text, prefix = prompt, context.tokenize(prompt, False, keep)
+    else:
+        text, prefix = "" if context.tokenizer is None else context.texts.decode(prompt), prompt
+    tokens = context.llm.inputs.fill_in_middle.prompt(
+        prefix,
+        request.suffix or "",
+        lambda part: context.tokenize(part, False, field="suffix"),
+        keep,
+        request.add_special_tokens is not False,
+    )
+    return text, tokens
 
 
 def _check_prompt_count(context: ServerContext, prompts: int, sequences: int) -> None:
@@ -143,6 +173,7 @@ class CompletionAnswer:
             choices += [self._choice(index, output, sequence) for sequence in output.outputs]
         response = self._response(choices)
         response.usage = self._counter.usage
+        response.service_tier = response.system_fingerprint = response.kv_transfer_params = None
         if self._wants_timings:
             timings = [request_timings(output) for output in outputs]
             response.metrics = timings[0] if len(timings) == 1 else timings
@@ -215,6 +246,8 @@ class CompletionAnswer:
             finish_reason="length" if self._only_echo and sequence.finish_reason else sequence.finish_reason,
             stop_reason=None if self._only_echo else sequence.stop_reason,
         )
+        if not request.stream:
+            choice.token_ids = choice.prompt_token_ids = choice.prompt_logprobs = None
         if request.logprobs is not None:
             choice.logprobs = self._logprobs(progress, output, sequence, is_first)
         if request.return_token_ids:

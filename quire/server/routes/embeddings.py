@@ -15,6 +15,7 @@ from quire.api.inputs import TokensPrompt
 from quire.api.work_pool import check_abandoned
 from quire.messages.outputs import CompletionOutput, PoolingRequestOutput, RequestOutput
 from quire.messages.pooling import PoolingParams
+from quire.server.chat_generation import render
 from quire.server.context import ServerContext
 from quire.server.errors import engine_failure
 from quire.server.generation import START_AT_ONCE
@@ -32,36 +33,49 @@ async def create(context: ServerContext, exchange: Exchange) -> None:
         context.check_serving()
         context.check_model(body.model)
         exchange.set_request_id(body.request_id)
-        prompts = await exchange.work(_tokenized, context, body, is_long=has_many_prompts(body.input))
-        outputs = await _vectors(context, exchange, body, prompts)
+        is_long = body.input is None or has_many_prompts(body.input)
+        prompts = await exchange.work(tokenized, context, body, is_long=is_long)
+        outputs = await vectors(context, exchange, body, prompts)
         response = EmbeddingResponse(
             id=f"embd-{exchange.id}",
             created=int(time.time()),
             model=body.model or context.names[0],
             data=[await _encoded(index, output, body) for index, output in enumerate(outputs)],
-            usage=_usage(outputs),
+            usage=usage_of(outputs),
         )
         await exchange.reply(response)
 
 
-def _tokenized(context: ServerContext, body: EmbeddingRequest) -> list[list[int]]:
+def tokenized(context: ServerContext, body: EmbeddingRequest) -> list[list[int]]:
     """Each input as token ids."""
     body.check_fields()
+    if body.messages is not None:
+        return [_truncated(context, body, render(context, body.as_chat())[1])]
     adds, keep = body.add_special_tokens is not False, body.truncate_prompt_tokens
     prompts: list[list[int]] = []
     for item in body.inputs:
         check_abandoned()
         if not isinstance(item, str):
-            prompts.append(item)
+            prompts.append(_truncated(context, body, item))
         elif keep is None:
             prompts.append(context.tokenize(item, adds, field="input"))
+        elif body.truncation_side == "left":
+            prompts.append(_truncated(context, body, context.tokenize(item, adds, keep, "input")))
         else:
-            keep = context.max_model_len if keep < 0 else keep
-            prompts.append(context.texts.encode_start(item, keep, "input", adds))
+            most = context.max_model_len if keep < 0 else keep
+            prompts.append(context.texts.encode_start(item, most, "input", adds))
     return prompts
 
 
-async def _vectors(
+def _truncated(context: ServerContext, body: EmbeddingRequest, tokens: list[int]) -> list[int]:
+    """The last tokens, if the beginning is to be left out; the engine truncates at the other end."""
+    keep = body.truncate_prompt_tokens
+    if keep is None or body.truncation_side != "left":
+        return tokens
+    return tokens[-(context.max_model_len if keep < 0 else max(1, keep)) :]
+
+
+async def vectors(
     context: ServerContext, exchange: Exchange, body: EmbeddingRequest, prompts: Sequence[list[int]]
 ) -> list[PoolingRequestOutput]:
     """The vectors of all inputs, admitted all or none. Leaving in any way ends the requests in the engine."""
@@ -143,7 +157,7 @@ def as_base64(vector: NDArray[np.float32]) -> str:
     return base64.b64encode(vector.astype("<f4").tobytes()).decode()
 
 
-def _usage(outputs: Sequence[PoolingRequestOutput]) -> Usage:
+def usage_of(outputs: Sequence[PoolingRequestOutput]) -> Usage:
     read = sum(len(output.prompt_token_ids) for output in outputs)
     cached = sum(output.num_cached_tokens or 0 for output in outputs)
     return Usage(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
+
 from quire.server.chat_generation import render
 from quire.server.context import ServerContext
-from quire.server.errors import bad_request
+from quire.server.errors import bad_request, not_found
 from quire.server.http import Exchange
 from quire.server.protocol.chat import ChatRequest
 from quire.server.protocol.tokenize import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
@@ -63,7 +65,21 @@ def _text(context: ServerContext, tokens: list[int]) -> str:
     return context.texts.decode(tokens)
 
 
+async def tokenizer_info(context: ServerContext, exchange: Exchange) -> None:
+    """The tokenizer's class and settings, without names of files."""
+    if not context.config.enable_tokenizer_info_endpoint or context.tokenizer is None:
+        raise not_found("/tokenizer_info is not served here")
+    tokenizer = context.tokenizer
+    settings = {name: value for name, value in tokenizer.init_kwargs.items() if not name.endswith(_FILE_NAMES)}
+    settings |= tokenizer.special_tokens_map
+    settings |= {"tokenizer_class": type(tokenizer).__name__, "chat_template": tokenizer.chat_template}
+    await exchange.reply(json.dumps(settings, default=str).encode())
+
+
+_FILE_NAMES = ("_file", "_path", "_or_path", "_dir")
+
 ROUTES = [
+    Route("GET", "/tokenizer_info", tokenizer_info, answer=dict, errors=(404,)),
     Route("POST", "/tokenize", tokenize, body=TokenizeRequest, answer=TokenizeResponse),
     Route("POST", "/detokenize", detokenize, body=DetokenizeRequest, answer=DetokenizeResponse),
 ]

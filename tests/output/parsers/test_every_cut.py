@@ -42,8 +42,8 @@ def texts_of(name: str) -> list[str]:
     calls = written(name)
     chance = random.Random(name)
     texts = [f"Ich schaue nach 😀.\n{calls}", f"{calls}\nDone < all > 5 [1] {{2}}.", calls + calls]
-    texts += [calls[: chance.randrange(1, len(calls))] for _ in range(3)]
-    for _ in range(3):
+    texts += [calls[: chance.randrange(1, len(calls))] for _ in range(2)]
+    for _ in range(2):
         at = chance.randrange(len(calls))
         texts.append(calls[:at] + chance.choice(["", '"', "}", "<", "\n", "\\", "é"]) + calls[at + 1 :])
     return texts

@@ -174,7 +174,18 @@ def hy_v3(calls: list[Call]) -> str:
     return text + "</tool_calls>"
 
 
+def minicpm5(calls: list[Call]) -> str:
+    text = ""
+    for name, arguments in calls:
+        given = "".join(f'<param name="{key}">{plain(value)}</param>' for key, value in arguments.items())
+        text += f'<function name="{name}">{given}</function>\n'
+    return text.rstrip("\n")
+
+
 WRITERS: dict[str, Callable[[list[Call]], str]] = {
+    "apertus": lambda calls: f"<|tools_prefix|>{json.dumps([{name: given} for name, given in calls])}<|tools_suffix|>",
+    "dots": lambda calls: invokes(calls, "dots_function_call", "", False),
+    "minicpm5": minicpm5,
     "deepseek_v4": lambda calls: invokes(calls, "tool_calls", "｜DSML｜", True),
     "gigachat3": lambda calls: each_object(calls, "<|message_sep|>\n\nfunction call<|role_sep|>\n", ""),
     "granite-20b-fc": lambda calls: each_object(calls, "<function_call> ", "\n").rstrip(),
@@ -209,6 +220,7 @@ SAME = {
     "llama4_json": "llama3_json",
     "llama4_pythonic": "pythonic",
     "mimo": "qwen3_coder",
+    "poolside_v1": "glm45",
     "qwen3_xml": "qwen3_coder",
     "step3p5": "qwen3_coder",
 }
@@ -370,6 +382,44 @@ def test_no_text_takes_more_than_linear_time(name: str, part: str) -> None:
     assert seconds < 2
 
 
+def test_the_id_of_a_call_of_kimi_is_its_own() -> None:
+    answer = make_tool_parser("kimi_k2").parse(kimi_k2([("f", {}), ("get_weather", {})]))
+    assert [call.id for call in answer.calls] == ["functions.f:0", "functions.get_weather:1"]
+    unnumbered = kimi_k2([("f", {})]).replace("functions.f:0", "f")
+    assert make_tool_parser("kimi_k2").parse(unnumbered).calls[0].id.startswith("call_")
+
+
+@pytest.mark.parametrize("name", ["kimi_k2", "deepseek_v31", "deepseek_v3"])
+def test_a_broken_call_in_a_section_does_not_hide_the_next(name: str) -> None:
+    text = WRITERS[name]([("f", {"count": 1}), ("f", {"count": 2})]).replace('{"count": 1}', '{"count": 1')
+    broken, good = make(name).parse(text).calls
+    assert not broken.complete and (good.complete, good.arguments) == (True, '{"count": 2}')
+
+
+def test_other_ways_of_dots_and_minicpm() -> None:
+    call = '<dots_function_call>{"name": "f", "arguments": {"count": 1}}</dots_function_call>'
+    assert calls_of(make("dots").parse(call + call)) == [("f", {"count": 1})] * 2
+    section = (
+        '<function name="f"><param name="text"><![CDATA[a </param> b]]></param><param name="count">1</param></function>'
+    )
+    assert calls_of(make("minicpm5").parse(section)) == [("f", {"text": "a </param> b", "count": 1})]
+
+
+def test_other_places_of_xlam() -> None:
+    calls = objects([("f", {"count": 1})])
+    for before in ("<think>Hm.</think>", "I look.[TOOL_CALLS]", "I look.\n", "I look.\n```json\n"):
+        for pieces in ([before + calls], before + calls):
+            answer = read(make("xlam"), pieces)
+            assert calls_of(answer) == [("f", {"count": 1})]
+            assert answer.content == ("I look." if "look" in before else before)
+    assert make("xlam").parse(f"see {calls}").calls == []
+
+
+def test_gemma_may_leave_out_commas_after_strings() -> None:
+    text = "<start_function_call>call:f{text:<escape>NYC<escape>count:3,maybe:<escape>x<escape>}<end_function_call>"
+    assert calls_of(make("functiongemma").parse(text)) == [("f", {"text": "NYC", "count": 3, "maybe": "x"})]
+
+
 # Harmony: reasoning, content and calls in one format.
 
 ANALYSIS = "<|channel|>analysis<|message|>I think.\nSo.<|end|>"
@@ -455,12 +505,19 @@ def test_a_required_call_of_gpt_oss_is_json_in_the_final_channel() -> None:
         ("glm45", "\n<think>I think. Here is it.</think>\nYes."),
         ("deepseek_v3", "<think>I think. Here is it.</think>\n\nYes."),
         ("minimax_m2", "<think>\nI think. Here is it.\n</think>\n\nYes."),
+        ("poolside_v1", "<think>\nI think. Here is it.\n</think>\n\nYes."),
     ],
 )
 def test_reasoning_of_model_families(name: str, text: str) -> None:
     for place in range(len(text) + 1):
         answer = read(make_reasoning_split(name), [text[:place], text[place:]])
         assert (answer.reasoning, answer.content) == ("I think. Here is it.", "Yes.")
+
+
+def test_reasoning_that_stays_in_the_content() -> None:
+    split = make_reasoning_split("minimax_m2_append_think", "]~b]ai\n<think>\n")
+    answer = split.parse("Hm.\n</think>\n\nYes.")
+    assert (answer.reasoning, answer.content) == ("", "<think>Hm.\n</think>\n\nYes.")
 
 
 def test_marks_around_an_answer_of_cohere_are_dropped() -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Collection
 from typing import ClassVar
 
 from quire.output.parsers.incremental import Reads
-from quire.output.parsers.tools.base import CallParser
+from quire.output.parsers.tools.base import CallParser, openai_id
 
 _NAME = re.compile(r"[^\s<|｜{}]+")
 _KIMI_NUMBER = re.compile(r":\d+$")
@@ -23,6 +24,8 @@ class SectionParser(CallParser):
 
     def _calls(self, opener: str) -> Reads[None]:
         first = self._count
+        if opener == self.begin and not (yield from self._call()):  # after a broken one
+            return
         yield from self._skip_spaces()
         while (yield from self._take_word(self.begin)):
             if not (yield from self._call()):
@@ -55,8 +58,8 @@ class SectionParser(CallParser):
 class DeepSeekV31Parser(SectionParser):
     """`<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{…}<｜tool▁call▁end｜>…<｜tool▁calls▁end｜>`."""
 
-    tags = ("<｜tool▁calls▁begin｜>",)
     begin = "<｜tool▁call▁begin｜>"
+    tags = ("<｜tool▁calls▁begin｜>", begin)
     separator = "<｜tool▁sep｜>"
     end = "<｜tool▁call▁end｜>"
     section_end = "<｜tool▁calls▁end｜>"
@@ -93,10 +96,11 @@ class DeepSeekV3Parser(DeepSeekV31Parser):
 
 
 class KimiK2Parser(SectionParser):
-    """Kimi K2: names have a prefix and a number, `functions.f:0`, which are dropped."""
+    """Kimi K2: names have a prefix and a number, `functions.f:0`. All of it is the call's id: the model knows the
+    result by it."""
 
-    tags = ("<|tool_calls_section_begin|>",)
     begin = "<|tool_call_begin|>"
+    tags = ("<|tool_calls_section_begin|>", begin)
     separator = "<|tool_call_argument_begin|>"
     end = "<|tool_call_end|>"
     section_end = "<|tool_calls_section_end|>"
@@ -107,9 +111,15 @@ class KimiK2Parser(SectionParser):
         "Where no tool helps, answer in plain words."
     )
 
+    def __init__(self, offered: Collection[str] | None = None, new_id: Callable[[], str] | None = None) -> None:
+        super().__init__(offered, openai_id if new_id is None else new_id)
+        self._keeps_ids = new_id is None
+
     def _name(self) -> Reads[str]:
         name = yield from self._take_run(_NAME)
         yield from self._skip_spaces()
         if not (yield from self._take_word(self.separator)):
             return ""
+        if self._keeps_ids:
+            self._new_id = (lambda: name) if _KIMI_NUMBER.search(name) else openai_id
         return _KIMI_NUMBER.sub("", name).removeprefix("functions.")

@@ -62,6 +62,8 @@ class FunctionGemmaParser(CallParser):
                 return None
             fields.append(f"{to_json(key)}: {value}")
             separator = yield from self._take_next(",}")
+            if not separator and value.startswith('"') and (yield from self._peek()) not in ("", *"]<"):
+                separator = ","  # small models leave it out after a string, whose end is marked
             if separator != ",":
                 return "{" + ", ".join(fields) + "}" if separator else None
 

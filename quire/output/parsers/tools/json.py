@@ -9,6 +9,7 @@ from quire.output.parsers.incremental import Reads
 from quire.output.parsers.tools.base import CallParser
 
 _FENCE = "```"
+_THOUGHT_END = "</think>"
 
 
 class JsonParser(CallParser):
@@ -39,8 +40,14 @@ class JsonParser(CallParser):
 
 
 class XlamParser(JsonParser):
-    """xLAM 2: the same, and lists after either of two marks."""
+    """xLAM 2: the same, also right after its thinking, and lists after either of two marks."""
 
     marks: ClassVar[Mapping[str, str]] = {"[TOOL_CALLS]": "", "<tool_call>": "</tool_call>"}
     tags = (*JsonParser.tags, *marks)
     needs_special_tokens = True
+    _last = ""
+
+    def _add_content(self, text: str) -> None:
+        super()._add_content(text)
+        self._last = (self._last + text)[-len(_THOUGHT_END) :]
+        self._is_line_start |= self._last == _THOUGHT_END

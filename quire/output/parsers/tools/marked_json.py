@@ -1,4 +1,4 @@
-"""Granite, Phi-4-mini, Jamba, InternLM, GigaChat, Cohere: a mark, then call objects in JSON."""
+"""Granite, Phi-4-mini, Jamba, InternLM, GigaChat, Apertus, Cohere: a mark, then call objects in JSON."""
 
 from __future__ import annotations
 
@@ -97,6 +97,39 @@ class JambaParser(MarkedJsonParser):
         '<tool_calls>[{"name": "a tool\'s name", "arguments": {"a parameter": "its value"}}]</tool_calls>\n'
         "Where no tool helps, answer in plain words."
     )
+
+
+class ApertusParser(CallParser):
+    """Apertus: `<|tools_prefix|>[{"f": {…}}, …]<|tools_suffix|>`, where each key is a tool's name."""
+
+    tags = ("<|tools_prefix|>",)
+    needs_special_tokens = True
+    notation = (
+        "To call tools, answer with a list of objects in JSON, each with a name and its arguments:\n"
+        '<|tools_prefix|>[{"tool_name": {"a parameter": "its value"}}]<|tools_suffix|>\n'
+        "Where no tool helps, answer in plain words."
+    )
+
+    def _calls(self, opener: str) -> Reads[None]:
+        separator = yield from self._take_next("[")
+        while separator and separator in "[,":
+            if not (yield from self._take_next("{")):
+                return
+            yield from self._skip_spaces()
+            name = yield from self._read_string()
+            if name is None or not (yield from self._take_next(":")) or not self._accepts(name, is_marked=True):
+                return
+            if (yield from self._skip_spaces()) != "{" or not (yield from self._stream_arguments(name)):
+                return
+            if not (yield from self._take_next("}")):
+                return
+            self._held.clear()
+            separator = yield from self._take_next(",]")
+        if separator == "]":
+            self._held.clear()
+            yield from self._skip_spaces()
+            if (yield from self._take_word("<|tools_suffix|>")):
+                self._held.clear()
 
 
 class CohereCommandParser(MarkedJsonParser):

@@ -1,8 +1,8 @@
 """The table of vLLM's arguments that quire lacks: which values have no effect here, and what to use instead of others.
 
-A row is one argument: a keyword of vLLM's `LLM(...)`, a flag of its `serve` or `run-batch`. Names are those of all
-releases from 0.6 to 0.33. `compat.py` applies the table to keywords, `cli/engine_flags.py` to flags, and
-docs/from-vllm.md is generated from it.
+A row is one argument: a keyword of vLLM's `LLM(...)`, its methods and parameters, a flag of its `serve` or `run-batch`.
+Names are those of all releases from 0.6 to 0.33. `api/compat.py` applies the table to keywords, `cli/engine_flags.py`
+to flags, and docs/from-vllm.md is generated from it.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
+
+from quire.errors import ValidationError, short_repr
 
 Kind = Literal["value", "switch", "list"]
 """How the flag is written: with a value, as `--flag` or `--no-flag`, with several values."""
@@ -49,6 +51,17 @@ class ForeignArgument:
 def _equal(value: Any, accepted: Any) -> bool:
     """Equal, and not a number for a truth value."""
     return bool(value == accepted) and (isinstance(value, bool) == isinstance(accepted, bool))
+
+
+def check_argument(argument: ForeignArgument, value: Any, kind: type[ValidationError] = ValidationError) -> None:
+    """Raise for a value that would have an effect in vLLM."""
+    if argument.allows(value):
+        return
+    name, shown = argument.name, short_repr(value)
+    if isinstance(argument.accepts, Mapping) and isinstance(value, Mapping):
+        key = next(iter(argument.refused_keys(value)))
+        name, shown = f"{name}.{key}", short_repr(value[key])
+    raise kind(f"{name}={shown} is not supported by quire: {argument.instead or 'leave it out'}", argument.name, value)
 
 
 def _any(names: str, kind: Kind = "value", **short: str) -> Iterator[ForeignArgument]:
@@ -260,7 +273,7 @@ SERVER = _table(
     _any("enable_tokenizer_info_endpoint cohere_is_reasoning_model trust_request_mm_kwargs", "switch"),
     _any("enable_flash_late_interaction use_gpu_for_pooling_score", "switch"),
     _any("h11_max_incomplete_event_size h11_max_header_count uvicorn_log_level disable_access_log_for_endpoints"),
-    _any("max_log_len cohere_format anthropic_disabled_thinking_effort data_parallel_supervisor_port"),
+    _any("cohere_format anthropic_disabled_thinking_effort data_parallel_supervisor_port"),
     _any("dp_supervisor_probe_interval_s dp_supervisor_probe_timeout_s dp_supervisor_probe_failure_threshold"),
     _off("enable_log_outputs", "quire logs no answers"),
     _off("return_tokens_as_token_ids", "requests have return_tokens_as_token_ids"),
@@ -295,6 +308,57 @@ CALL = _table(
     _unset("prompt_text session_id", "use sessions"),
 )
 """Arguments of `generate`, `chat` and the like."""
+
+PROMPT = _table(
+    _unset("multi_modal_data multi_modal_uuids mm_processor_kwargs", _IMAGES),
+    _unset("prompt_embeds token_type_ids", "give text or token ids"),
+    _unset("encoder_prompt decoder_prompt", "quire has no encoder-decoder models"),
+)
+"""Keys of a prompt that is a dict."""
+
+SAMPLING = _table(
+    _off("flat_logprobs", "logprobs are lists of dicts"),
+    _off("use_beam_search early_stopping", "use `beam_search`"),
+    _only("length_penalty", 1.0, instead="use `beam_search`"),
+    _only("best_of", 1, instead="give n, and choose among the sequences"),
+    _unset("logits_processors", "give them to `LLM(logits_processors=...)`, and their parameters as extra_args"),
+    _unset("guided_decoding", "use structured_outputs"),
+    _unset("logprob_token_ids", "use logprobs"),
+    _unset("thinking_token_budget", "use max_tokens"),
+    _unset("repetition_detection", "use repetition_penalty"),
+    _unset("trace_decode_token_ids", "quire does not report that"),
+    _off("skip_reading_prefix_cache", "give the prompt a cache_salt of its own"),
+    _any("skip_clone", "switch"),
+    _any("stream_interval routed_experts_prompt_start"),
+)
+"""Fields of `SamplingParams`."""
+
+POOLING = _table(
+    _unset("step_tag_id returned_token_ids extra_kwargs additional_data", "quire embeds, and has no reward models"),
+    _any("skip_reading_prefix_cache requires_token_ids skip_clone", "switch"),
+    _any("output_kind"),
+)
+"""Fields of `PoolingParams`."""
+
+BEAMS = _table(_unset("structured_outputs", "use `generate`"))
+"""Fields of `BeamSearchParams`."""
+
+METHODS = {
+    **dict.fromkeys(("sleep", "wake_up", "is_sleeping"), "it cannot give its device memory back and keep running"),
+    **dict.fromkeys(("collective_rpc", "apply_model"), "its workers run no functions of others"),
+    **dict.fromkeys(("classify", "reward"), "it has no classifiers and reward models; `embed` returns vectors"),
+    **dict.fromkeys(("start_profile", "stop_profile"), "use `quire bench`, or a profiler of your own"),
+    **dict.fromkeys(
+        ("init_weight_transfer_engine", "start_weight_update", "start_draft_weight_update", "update_weights",
+         "finish_weight_update", "update_weight_version", "get_weight_version"),
+        "weights are fixed while an engine runs",
+    ),
+    **dict.fromkeys(("add_lora", "remove_lora", "list_loras", "pin_lora"), _ADAPTERS),
+    **dict.fromkeys(("pause_generation", "resume_generation", "is_paused"), "abort requests, and send them again"),
+    "set_tokenizer": "give the tokenizer to the constructor",
+    "reset_mm_cache": _IMAGES,
+}  # fmt: skip
+"""Methods of vLLM's engines that quire's lack, and why."""
 
 RENAMED = {
     "device_memory_utilization": "gpu_memory_utilization",

@@ -1,0 +1,78 @@
+"""POST /v1/chat/completions/batch: several conversations in one request, one choice for each."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+
+from quire.server.chat_generation import ChatGeneration, prepare
+from quire.server.context import ServerContext
+from quire.server.errors import bad_request
+from quire.server.http import Exchange
+from quire.server.protocol.batch_chat import BatchChatRequest
+from quire.server.protocol.chat import ChatChoice, ChatResponse
+from quire.server.protocol.common import PromptTokensDetails, Usage
+from quire.server.routes.chat import ChatAnswer
+from quire.server.routing import Route
+
+
+async def create(context: ServerContext, exchange: Exchange) -> None:
+    """Complete several chats; the choices are in their order."""
+    request = await exchange.read_json(BatchChatRequest)
+    async with exchange.interruptible(context.deadline(request.timeout)):
+        answers = await exchange.work(_prepare, context, exchange, request, is_long=True)
+        tasks = [asyncio.ensure_future(_choice(answer)) for answer in answers]
+        try:
+            # Not `gather`: when cancelled, it would wait for all tasks before raising.
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+            for failed in (task for task in done if task.exception() is not None):
+                failed.result()
+            choices = [task.result() for task in tasks]
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        for index, choice in enumerate(choices):
+            choice.index = index
+        whole = answers[0].response(choices, _usage([answer.generation for answer in answers]))
+        await exchange.reply(whole)
+
+
+def _prepare(context: ServerContext, exchange: Exchange, request: BatchChatRequest) -> list[ChatAnswer]:
+    chats = request.chats
+    most = context.config.max_prompts
+    if len(chats) > most:
+        raise bad_request(f"messages holds {len(chats)} conversations; at most {most} (--max-prompts)", "messages")
+    return [ChatAnswer(context, exchange, chat, prepare(context, exchange, chat)) for chat in chats]
+
+
+async def _choice(answer: ChatAnswer) -> ChatChoice:
+    (pieces,) = await answer.collect()
+    return answer.choice(pieces)
+
+
+def _usage(generations: list[ChatGeneration]) -> Usage:
+    parts = [generation.counter.usage for generation in generations]
+    details = [part.prompt_tokens_details for part in parts]
+    return Usage(
+        prompt_tokens=sum(part.prompt_tokens for part in parts),
+        total_tokens=sum(part.total_tokens for part in parts),
+        completion_tokens=sum(part.completion_tokens for part in parts),
+        prompt_tokens_details=PromptTokensDetails(
+            sum(each.cached_tokens for each in details if each is not msgspec.UNSET)
+        ),
+    )
+
+
+ROUTES = [
+    Route(
+        "POST",
+        "/v1/chat/completions/batch",
+        create,
+        body=BatchChatRequest,
+        answer=ChatResponse,
+        uses_sessions=True,
+        generates=True,
+    )
+]
