@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import gc
 import itertools
 import os
@@ -175,8 +174,8 @@ class FrontLLM(AsyncLLM):
         return self._hub.state.is_hopeful
 
     def _make_group(self, files: ModelFiles, model: ModelConfig) -> EngineGroup:
-        alone = dataclasses.replace(self.config, data_parallel_size=1, enable_expert_parallel=False)
-        return HubGroup(self._hub, alone, files, model, self.engine_module, self._outputs)
+        one = EngineConfig(model=self.config.model)  # how many engines there are, and of what kind, the hub knows
+        return HubGroup(self._hub, one, files, model, self.engine_module, self._outputs)
 
 
 class HubSupervisor(Supervisor):
