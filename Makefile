@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEV_STAMP := $(VENV)/.installed-dev
 
-.PHONY: cache-kinds spec-pairs spec-text setup setup-dev serve chat test quick quick-tests test-gpu sanitize lint format bench soak docs audit clean
+.PHONY: pythons cache-kinds spec-pairs spec-text setup setup-dev serve chat test quick quick-tests test-gpu sanitize lint format bench soak docs audit clean
 
 setup: $(STAMP)
 
@@ -45,6 +45,27 @@ quick: setup-dev
 
 quick-tests: setup-dev
 	@$(PYTEST) -x $(QUICK) -k "not ($(SLOWER))"
+
+# The planning half under every supported Python that is found, each with an environment of its own in .venvs: it needs no
+# torch. One that is missing is named. make pythons PYTHONS=3.10
+PYTHONS ?= 3.10 3.11 3.12 3.13
+PLANNING := tests/messages tests/kvcache tests/sessions tests/router tests/scheduler
+NEEDS_TORCH := --ignore tests/kvcache/test_disk_files.py --ignore tests/sessions/test_stored_before_renames.py
+
+pythons:
+	@for version in $(PYTHONS); do \
+		found=; \
+		for each in python$$version $$HOME/.pyenv/versions/$$version.*/bin/python; do \
+			if test -z "$$found" && $$each -c "" 2>/dev/null; then found=$$each; fi; \
+		done; \
+		if test -z "$$found"; then echo "Python $$version: not found"; continue; fi; \
+		test -x .venvs/$$version/bin/python || $$found -m venv .venvs/$$version || exit 1; \
+		.venvs/$$version/bin/pip install --quiet --disable-pip-version-check numpy msgspec blake3 jinja2 tokenizers pyyaml rich pytest \
+			pytest-timeout hypothesis || exit 1; \
+		echo "Python $$version:"; \
+		.venvs/$$version/bin/python -m pytest --noconftest -p no:cacheprovider -m "not slow and not gpu" $(PLANNING) $(NEEDS_TORCH) \
+			-k "not ($(SLOWER))" || exit 1; \
+	done
 
 # For a machine with a GPU and no network: nothing is installed, python3 has torch, triton and pytest.
 GPU_PYTHON ?= $(firstword $(wildcard $(BIN)/python) $(PYTHON))

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 __version_tuple__ = (0, 1, 0)
 
-# OpenMP threads spin for milliseconds between kernels by default, which starves other processes on a busy machine; this
-# is long enough to bridge the gap between two kernels. torch reads it when it is imported, so it is set first.
-os.environ.setdefault("GOMP_SPINCOUNT", "20000")
+# Threads of torch's own operations (OpenMP) spin for milliseconds by default before they sleep, and each waits for the
+# one that lost its core; this is some ten microseconds. torch reads it when it is imported, so it is set first.
+os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 
 # Imported on first use: `import quire` is fast, and the planning half never imports torch.
 _EXPORTS = {

@@ -35,6 +35,7 @@ def _check_counts(config: EngineConfig) -> None:
     for name, least in (
         ("block_size", 1), ("max_num_seqs", 1), ("max_num_batched_tokens", 1), ("kv_cache_memory_bytes", 1),
         ("num_gpu_blocks_override", 1), ("pipeline_depth", 0), ("max_logprobs", -1), ("max_engine_restarts", 0),
+        ("threads", 0),
         ("step_timeout", 0), ("grammar_timeout", 1), ("max_tenant_grammars", 1), ("ray_placement_timeout", 0),
         ("max_tenant_sessions", 0), ("max_tenant_session_tokens", 0), ("max_tenant_session_bytes", 0),
     ):  # fmt: skip

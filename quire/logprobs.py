@@ -1,5 +1,6 @@
 """Log-probabilities, in vLLM's module: `from quire.logprobs import Logprob`."""
 
+from quire.messages.outputs import FlatLogprobs as FlatLogprobs
 from quire.messages.outputs import Logprob as Logprob
 
 LogprobsOnePosition = dict[int, Logprob]

@@ -117,7 +117,6 @@ ENGINE = _table(
     _unset("model_weights", "give the weights' folder as the model"),
     _unset("quantization_config", "use quantization, which also takes a .json file"),
     _unset("quantization_param_path qlora_adapter_name_or_path", "quire reads scales from the checkpoint"),
-    _unset("rope_scaling rope_theta", 'use hf_overrides, as {"rope_theta": 1000000}'),
     _unset("override_neuron_config override_attention_dtype", "quire does not run on that device"),
     _off("disable_sliding_window", "set max_model_len to the window"),
     _any("allow_deprecated_quantization use_tqdm_on_load", "switch"),
@@ -129,13 +128,14 @@ ENGINE = _table(
     _keys(
         "structured_outputs_config",
         "quire enforces grammars with xgrammar; reasoning_parser is a setting of its own",
-        backend=_GRAMMARS, disable_fallback=None, disable_any_whitespace=(False,),
-        disable_additional_properties=(False,), reasoning_parser=("",), reasoning_parser_plugin=("",),
+        backend=_GRAMMARS, disable_fallback=None, disable_any_whitespace=(True, False),
+        disable_additional_properties=(True, False), reasoning_parser=("",), reasoning_parser_plugin=("",),
         enable_in_reasoning=(False,),
     ),
     _only("guided_decoding_backend", *_GRAMMARS, instead="quire enforces grammars with xgrammar"),
-    _off("guided_decoding_disable_any_whitespace guided_decoding_disable_additional_properties", "change the schema"),
-    _any("guided_decoding_disable_fallback enable_reasoning use_fp64_gumbel", "switch"),
+    _off("guided_decoding_disable_any_whitespace", "use disable_any_whitespace"),
+    _any("guided_decoding_disable_additional_properties guided_decoding_disable_fallback", "switch"),
+    _any("enable_reasoning use_fp64_gumbel", "switch"),
     _unset("reasoning_config", "requests have no budget of thinking"),
     _unset("logits_processor_pattern", "use logits_processors"),
     _unset("reasoning_parser_plugin", "give reasoning_parser a dotted path"),
@@ -317,7 +317,6 @@ PROMPT = _table(
 """Keys of a prompt that is a dict."""
 
 SAMPLING = _table(
-    _off("flat_logprobs", "logprobs are lists of dicts"),
     _off("use_beam_search early_stopping", "use `beam_search`"),
     _only("length_penalty", 1.0, instead="use `beam_search`"),
     _only("best_of", 1, instead="give n, and choose among the sequences"),
@@ -378,6 +377,12 @@ SPECULATION = {"spec_method": "method", "spec_model": "model", "spec_tokens": "n
 POOLER = ("pooler_config", "override_pooler_config")
 """Engine arguments whose `pooling_type` is the setting `pooling`."""
 
+OVERRIDES = ("rope_scaling", "rope_theta")
+"""Engine arguments that are keys of `hf_overrides`."""
+
+GRAMMARS = "structured_outputs_config"
+"""The engine argument whose key `disable_any_whitespace` is the setting of that name."""
+
 VALUES = {
     "attention_backend": dict.fromkeys(
         (
@@ -387,6 +392,7 @@ VALUES = {
         ),
         "auto",
     ),
+    "quantization": {"auto_awq": "awq", "auto_gptq": "gptq", "gpt_oss_mxfp4": "mxfp4", "inc": "auto-round"},
     "load_format": {
         "hf": "auto",
         "fastsafetensors": "safetensors",

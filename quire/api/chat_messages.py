@@ -103,7 +103,11 @@ def _content(content: Any, where: str, parts: bool) -> Any:
     if not isinstance(content, list):
         raise ValidationError(f"{where} is text or a list of parts, not {short_repr(content)}", where)
     texts = [_part_text(part, f"{where}[{index}]") for index, part in enumerate(content)]
-    return [{"type": "text", "text": text} for text in texts] if parts else "\n".join(texts)
+    if not parts:
+        return "\n".join(texts)
+    # A template may read further fields of a part, such as the languages of a translation.
+    further = [part if isinstance(part, dict) else {} for part in content]
+    return [{**part, "type": "text", "text": text} for part, text in zip(further, texts, strict=True)]
 
 
 def _part_text(part: Any, where: str) -> str:

@@ -12,7 +12,18 @@ from typing import Any
 from quire.api import vllm_environment
 from quire.config import EngineConfig
 from quire.errors import ConfigError, UnknownSettingError
-from quire.vllm_arguments import CALL, ENGINE, METHODS, POOLER, RENAMED, SPECULATION, VALUES, check_argument
+from quire.vllm_arguments import (
+    CALL,
+    ENGINE,
+    GRAMMARS,
+    METHODS,
+    OVERRIDES,
+    POOLER,
+    RENAMED,
+    SPECULATION,
+    VALUES,
+    check_argument,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +52,13 @@ def translate(arguments: Mapping[str, Any]) -> dict[str, Any]:
     for name in POOLER:
         if (value := settings.pop(name, None)) is not None:
             settings |= _pooling(name, value)
+    overrides = {name: value for name in OVERRIDES if (value := settings.pop(name, None))}
+    if overrides and isinstance(given := settings.get("hf_overrides") or {}, Mapping):
+        settings["hf_overrides"] = {**overrides, **given}
+    if GRAMMARS in settings:
+        check_argument(ENGINE[GRAMMARS], value := settings.pop(GRAMMARS), ConfigError)
+        if value and value.get("disable_any_whitespace") is not None:
+            settings.setdefault("disable_any_whitespace", value["disable_any_whitespace"])
     for name, values in VALUES.items():
         if isinstance(value := settings.get(name), str):
             settings[name] = values.get(value, value)

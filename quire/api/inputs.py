@@ -8,6 +8,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Protocol, TypedDict, TypeVar, Union
 
+import msgspec
+
 from quire import vllm_arguments
 from quire.api.fill_in_middle import FillInMiddle
 from quire.api.pooling import PoolingInputs
@@ -97,6 +99,7 @@ class InputProcessor:
         self._isolates_tenants = config.isolate_tenants
         self._word_tokens = lru_cache(CACHED_BAD_WORDS)(self._encode_word)
         self._computes_keys = computes_keys
+        self._is_json_dense = config.disable_any_whitespace
         self._uses_predictions = config.speculative_config is not None
 
     def use(self, info: InputInfo) -> None:
@@ -136,6 +139,8 @@ class InputProcessor:
             return pooled, text
         self._check_params(params)
         params = params.clone()  # checks again: its fields may have been changed since
+        if self._is_json_dense and (form := params.structured_outputs) is not None:
+            params.structured_outputs = msgspec.structs.replace(form, disable_any_whitespace=True)
         keep = self._kept_tokens(params)
         if suffix:
             tokens = self.fill_in_middle.prompt(tokens, suffix, lambda text: self.encode(text, False), keep)

@@ -118,7 +118,7 @@ def _merged(first: CompletionOutput, then: CompletionOutput) -> CompletionOutput
     tokens = first.token_ids if isinstance(first.token_ids, list) else list(first.token_ids)
     tokens.extend(then.token_ids)
     if first.logprobs is not None and then.logprobs is not None:
-        first.logprobs += then.logprobs
+        first.logprobs.extend(then.logprobs)
     logprobs = then.logprobs if first.logprobs is None else first.logprobs
     return dataclasses.replace(then, text=first.text + then.text, token_ids=tokens, logprobs=logprobs)
 

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LONGEST_PAUSE_SECONDS = 30.0
+RACE_SECONDS = 0.01
+"""Pause before a call is repeated that found no engine, where one is ready by now."""
 SETTLED_SECONDS = 300.0
 """An engine that lived this long did not fail in a row with the one before, even if it has yielded nothing."""
 
@@ -56,7 +58,7 @@ class RequestRecovery:
         self._restarts: dict[int, asyncio.Task[None]] = {}
         """Restarts under way, by replica."""
         self._listeners: list[asyncio.Future[None]] = []
-        """Resolved when an engine is ready, or given up."""
+        """Resolved when a replica is open for all requests, or given up."""
         self.resumed = 0
         """Requests that went on at another engine."""
 
@@ -88,12 +90,11 @@ class RequestRecovery:
                 self._restart(replica)
 
     async def next_engine(self) -> bool:
-        """Waits until an engine is ready that was not, if one is waited for; False: none is."""
+        """Waits until a replica takes requests that did not, if one is waited for; False: none is."""
         replicas = self._group.replicas
-        if not any(replica.death or replica.is_draining for replica in replicas):
-            return True
-        if not self._awaits_any and not any(replica.is_draining for replica in replicas):
-            return False
+        if not self._awaits_any and not any(replica.is_draining or replica.trial is not None for replica in replicas):
+            await asyncio.sleep(RACE_SECONDS)
+            return not any(replica.death for replica in replicas)
         self.ensure_restarts()
         ready = asyncio.get_running_loop().create_future()
         self._listeners.append(ready)
@@ -244,7 +245,6 @@ class RequestRecovery:
     def engine_ready(self, replica: Replica) -> None:
         """A replica has a new engine: suspects run at it alone, one after the other, then it is open for all."""
         self._next_trial(replica)
-        self._notify()
 
     def on_output(self, replica: Replica) -> None:
         """Called after each output of a replica where a suspect runs alone."""
@@ -263,6 +263,7 @@ class RequestRecovery:
             (self._group.router.reopen if chosen is None else self._group.router.close)(str(replica.number))
         if chosen is None:
             self._place_all()
+            self._notify()
         else:
             self._watch.begin_trial(chosen)
             replica.trial = self._waiting.pop(chosen)

@@ -67,7 +67,7 @@ VARIABLES = {
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING": _refused(_ADAPTERS),
     "VLLM_LORA_RESOLVER_CACHE_DIR": _refused(_ADAPTERS),
     "VLLM_LORA_RESOLVER_HF_REPO_LIST": _refused(_ADAPTERS),
-    "VLLM_SKIP_MODEL_NAME_VALIDATION": _refused("give the names that clients send with --served-model-name"),
+    "VLLM_SKIP_MODEL_NAME_VALIDATION": Variable("accept_any_model_name", _switch),
     "VLLM_ENABLE_COHERE_API": _refused("quire has no /cohere routes; unset it"),
     "VLLM_GPT_OSS_HARMONY_SYSTEM_INSTRUCTIONS": _refused("it changes the prompt of gpt-oss; unset it"),
     "VLLM_GPT_OSS_SYSTEM_TOOL_MCP_LABELS": _refused("quire runs no tools itself; unset it"),

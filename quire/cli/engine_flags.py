@@ -14,7 +14,16 @@ from quire.api import compat
 from quire.cli.values import as_log_level, json_object, size, size_or_auto
 from quire.config import EngineConfig
 from quire.errors import ConfigError
-from quire.vllm_arguments import POOLER, RENAMED, SPECULATION, VALUES, ForeignArgument, check_argument
+from quire.vllm_arguments import (
+    GRAMMARS,
+    OVERRIDES,
+    POOLER,
+    RENAMED,
+    SPECULATION,
+    VALUES,
+    ForeignArgument,
+    check_argument,
+)
 
 SIZES = {"max_model_len": size_or_auto, "max_num_batched_tokens": size, "kv_cache_memory_bytes": size}
 """Fields that take suffixes: 4K, 2G."""
@@ -51,14 +60,14 @@ def add_engine_flags(parser: argparse.ArgumentParser, only: Collection[str] = ()
     flags had no effect."""
     add_config_flags(parser, EngineConfig, "engine: ", SIZES, only)
     if not only:
-        add_foreign_flags(parser, vllm_arguments.ENGINE, remembers)
         hidden: dict[str, Any] = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+        for name in (*POOLER, GRAMMARS, "rope_scaling"):
+            parser.add_argument(flag(name), dest=name, type=json_object, **hidden)
+        add_foreign_flags(parser, vllm_arguments.ENGINE, remembers)
         for name in SPECULATION:
             parser.add_argument(flag(name), dest=name, type=int if name == "spec_tokens" else str, **hidden)
-        for name in RENAMED:
+        for name in (*RENAMED, "rope_theta"):
             parser.add_argument(flag(name), dest=name, type=float, **hidden)
-        for name in POOLER:
-            parser.add_argument(flag(name), dest=name, type=json_object, **hidden)
 
 
 def add_config_flags(
@@ -182,7 +191,14 @@ def default_note(value: Any) -> str:
 
 def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
     """The fields given on the command line, as keywords for `LLM` or `EngineConfig`."""
-    names = [*(field.name for field in dataclasses.fields(EngineConfig)), *SPECULATION, *RENAMED, *POOLER]
+    names = [
+        *(field.name for field in dataclasses.fields(EngineConfig)),
+        *SPECULATION,
+        *RENAMED,
+        *OVERRIDES,
+        *POOLER,
+        GRAMMARS,
+    ]
     settings = compat.translate({name: getattr(args, name) for name in names if hasattr(args, name)})
     named = getattr(args, "named_model", None)
     if named is not None:

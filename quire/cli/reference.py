@@ -66,7 +66,7 @@ ENVIRONMENT = """\
 | `QUIRE_API_KEY` | as `--api-key`; several separated by commas |
 | `VLLM_*` | read, refused or ignored by name: [from-vllm.md](from-vllm.md#environment) |
 | `QUIRE_ADMIN_KEY` | as `--api-key` of `quire inspect --url` |
-| `OMP_NUM_THREADS` | threads on a CPU |
+| `OMP_NUM_THREADS` | threads on a CPU, unless `--threads` is given |
 | `CUDA_VISIBLE_DEVICES` | visible GPUs; the first is used, or one per rank |
 | `QUIRE_SHARE_GPU` | `1`: ranks may share a GPU, over gloo, mostly without CUDA graphs: for tests, not for speed |
 | `TRITON_CACHE_DIR` | where Triton keeps compiled GPU kernels; `~/.triton/cache` if unset |

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import logging
 import os
 import secrets
 from typing import TYPE_CHECKING
@@ -40,11 +41,12 @@ EXAMPLES = """
   cat in.jsonl | quire run-batch -i - -o - > out.jsonl
 """
 SERVER_SETTINGS = (
-    "served_model_name", "enable_auto_tool_choice", "tool_call_parser", "enable_tool_preamble", "reasoning_parser",
-    "exclude_tools_when_tool_choice_none", "trust_request_chat_template", "default_chat_template_kwargs",
-    "max_samples", "max_prompts", "request_timeout",
+    "served_model_name", "accept_any_model_name", "enable_auto_tool_choice", "tool_call_parser", "enable_tool_preamble",
+    "reasoning_parser", "exclude_tools_when_tool_choice_none", "trust_request_chat_template",
+    "default_chat_template_kwargs", "max_samples", "max_prompts", "request_timeout",
 )  # fmt: skip
 """Server settings that apply without HTTP."""
+logger = logging.getLogger(__name__)
 NO_LIMIT = 1 << 40
 """No queue limit is needed: --max-concurrency limits the requests."""
 
@@ -73,7 +75,10 @@ def run(args: argparse.Namespace) -> int:
     from quire.cli.batch.files import BatchInput, BatchOutput
 
     key = secrets.token_hex(16)  # independent of API keys in the environment
-    given = {name: getattr(args, name) for name in SERVER_SETTINGS if hasattr(args, name)}
+    environment = vllm_environment.read(os.environ)
+    environment.report(logger)
+    settings = {**environment.of(ServerConfig), **vars(args)}
+    given = {name: settings[name] for name in SERVER_SETTINGS if name in settings}
     config = ServerConfig(
         api_key=(key,),
         max_queued_requests=NO_LIMIT,
@@ -83,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
         max_prompt_logprobs=NO_LIMIT,
         **given,
     )
-    engine = EngineConfig(**vllm_environment.read(os.environ).of(EngineConfig) | engine_settings(args))
+    engine = EngineConfig(**environment.of(EngineConfig) | engine_settings(args))
     with BatchInput(args.input_file) as source, BatchOutput(args.output_file, args.overwrite) as output:
         say("loading the model …")
         llm = AsyncLLM.from_config(engine, spares_torch=True)

@@ -12,7 +12,9 @@ from quire.vllm_arguments import (
     BEAMS,
     CALL,
     ENGINE,
+    GRAMMARS,
     METHODS,
+    OVERRIDES,
     POOLER,
     POOLING,
     PROMPT,
@@ -46,6 +48,7 @@ What differs without a flag:
 | tools | need `--enable-auto-tool-choice` and a parser | on; the parser is chosen by the chat template |
 | a dead engine | ends the server | is restarted |
 | SIGTERM | aborts requests | lets them finish for `--shutdown-timeout`, 30 seconds |
+| `/v1/responses` | stores nothing by default | stores within [bounds](responses.md); none: `--max-stored-responses 0` |
 | metrics | `vllm:…` | `vllm:…` and `quire:…` ([metrics.md](metrics.md)) |
 | `LLM(...)` | runs the engine in a process of its own | runs it in yours; `AsyncLLM` and the server have one |
 
@@ -159,8 +162,11 @@ def _translated() -> Iterator[str]:
     yield "| `--disable-uvicorn-access-log` | `--no-access-log` |\n"
     for theirs, key in SPECULATION.items():
         yield f"| `--{_dashed(theirs)}` | `--speculative-config.{key}` |\n"
+    for name in OVERRIDES:
+        yield f"| `--{_dashed(name)}` | `--hf-overrides.{name}` |\n"
     for name in POOLER:
         yield f'| `--{_dashed(name)}` `{{"pooling_type": "LAST" or "MEAN"}}` | `--pooling last` or `mean` |\n'
+    yield f'| `--{_dashed(GRAMMARS)}` `{{"disable_any_whitespace": true}}` | `--disable-any-whitespace` |\n'
     for name, values in VALUES.items():
         for ours in dict.fromkeys(values.values()):
             listed = ", ".join(f"`{theirs}`" for theirs, value in values.items() if value == ours)

@@ -67,6 +67,9 @@ def limit_to_share(config: EngineConfig, replica: int, replicas: int) -> None:
         return
     import torch
 
+    from quire.platforms.cpu import set_threads
+
+    set_threads()
     torch.set_num_threads(max(1, torch.get_num_threads() // replicas))
     if (space := config.cpu_kv_cache_bytes) is not None:
         os.environ[CPU_SPACE] = str(space / replicas / 2**30)

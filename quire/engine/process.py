@@ -55,7 +55,8 @@ class EngineLoop:
             if self._is_open and self._core.has_work:
                 outputs = self._core.step()
                 if not outputs.is_empty:
-                    self._link.send(ipc.Outputs(outputs))
+                    for piece in outputs.pieces():
+                        self._link.send(ipc.Outputs(piece))
                 self._sessions.answer_saved()
                 self._report_rebalanced()
 

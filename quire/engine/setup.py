@@ -25,6 +25,7 @@ from quire.loading.model_config import ModelConfig
 from quire.messages.plan import MAX_WIDTH
 from quire.messages.speculation import DeviceDrafts
 from quire.platforms.base import Platform
+from quire.platforms.cpu import set_threads
 from quire.scheduler.drafting import Drafting
 from quire.scheduler.pacing import Pacer
 from quire.scheduler.policies.registry import make_policy
@@ -73,6 +74,8 @@ def make_engine(
     begin = time.monotonic()
     backend = executor_backend(config)
     platform = backend.choose_platform(config)
+    if config.threads or platform.device.type == "cpu":
+        set_threads(config.threads)
     config = resolve_draft(resolve_auto(config, files, model, platform))
     longest = model_len(config, model)
     rows, tokens = budgets(config, platform, longest)

@@ -49,7 +49,8 @@ def kv_fingerprint(config: EngineConfig, files: ModelFiles, model: ModelConfig, 
     cut = "" if config.num_ranks == 1 else "|{}|{}|{}".format(*sizes)
     own = implementation(model.architecture, config.model_impl) == "quire"
     code = "" if own else "through transformers"
-    more = "".join(f"|{part}" for part in (code, on_load_identity(config), layout) if part)
+    packed = "packed on a CPU" if config.cpu_weights == "packed" else ""
+    more = "".join(f"|{part}" for part in (code, on_load_identity(config), packed, layout) if part)
     return weights + f"|{dtype}|{config.block_size}|{LAYOUT}{cut}{more}".encode()
 
 

@@ -78,7 +78,7 @@ class RayRanks:
         check_versions(self._nodes)
         check_model(self._nodes, str(files.path))
         local_sizes = Counter(info["node"] for info in self._nodes)
-        wanted = os.environ.get("OMP_NUM_THREADS", "")
+        wanted = str(config.threads or os.environ.get("OMP_NUM_THREADS", ""))
         self.resources = [
             RankResources(
                 threads=max(1, (int(wanted) if wanted.isdecimal() else info["cores"]) // local_sizes[info["node"]]),

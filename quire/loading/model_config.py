@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from blake3 import blake3
@@ -420,7 +421,14 @@ def checkpoint_kv_dtype(files: ModelFiles, model: ModelConfig) -> str | None:
 
 def read_generation_config(files: ModelFiles, config: EngineConfig) -> dict[str, Any]:
     """The author's sampling defaults (generation_config.json), unless disabled, under those that override them."""
-    path = files.file("generation_config.json") if config.generation_config == "auto" else None
+    where, name = config.generation_config, "generation_config.json"
+    path = files.file(name) if where == "auto" else None if where in ("none", "vllm") else Path(where) / name
+    if where != "auto" and path is not None and not path.is_file():
+        raise ConfigError(
+            f"generation_config must be auto, none, vllm, or a folder with {name}; got {where!r}",
+            "generation_config",
+            where,
+        )
     return {**({} if path is None else read_json(path)), **_overrides(config.override_generation_config)}
 
 

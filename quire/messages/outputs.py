@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableSequence, Sequence
 from dataclasses import Field, dataclass, field, fields, make_dataclass
 from typing import Any, ClassVar
 
@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 from quire.messages.beams import Hypothesis
 from quire.messages.plan import PromptLogprobs, TokenLogprobs
 
+PIECE_LOGPROBS = 4096
+"""Logprobs of prompts in one piece of a step's outputs: a few milliseconds."""
 Key = tuple[str, int]
 """A request's id and the number of its sequence."""
 
@@ -100,6 +102,21 @@ class StepOutputs(msgspec.Struct):
         if logprobs:
             self.logprobs.update({len(self.tokens) + i: entry for i, entry in logprobs.items()})
 
+    def pieces(self) -> Iterator[StepOutputs]:
+        """The same outputs with few logprobs of prompts in each piece: the process that reads them has other work."""
+        few: list[tuple[Key, PromptLogprobs]] = []
+        count = 0
+        for key, found in self.prompt_logprobs:
+            for part in found.parts(PIECE_LOGPROBS):
+                size = sum(len(entry.ids) for entry in part.entries)
+                if count and count + size > PIECE_LOGPROBS:
+                    yield StepOutputs(prompt_logprobs=few)
+                    few, count = [], 0
+                few.append((key, part))
+                count += size
+        self.prompt_logprobs = few
+        yield self
+
     @property
     def is_empty(self) -> bool:
         """Nothing happened. Vectors and beams never come without a finished request."""
@@ -117,6 +134,54 @@ class Logprob(msgspec.Struct, gc=False):
 
 # So that `dataclasses.asdict` works on whole outputs.
 Logprob.__dataclass_fields__ = {one.name: one for one in fields(make_dataclass("Logprob", Logprob.__struct_fields__))}
+
+
+@dataclass
+class FlatLogprobs(MutableSequence[dict[int, Logprob]]):
+    """Log-probabilities of many positions in columns (`flat_logprobs`): reads as a list of dicts, and can only grow."""
+
+    start_indices: list[int] = field(default_factory=list)
+    """Where each position begins in the columns below, and where it ends."""
+    end_indices: list[int] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    ranks: list[int | None] = field(default_factory=list)
+    decoded_tokens: list[str | None] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, positions: Iterable[Mapping[int, Logprob] | None]) -> FlatLogprobs:
+        """The same in columns; a position without any is empty."""
+        flat = cls()
+        flat.extend(positions)  # type: ignore[arg-type]
+        return flat
+
+    def append(self, value: Mapping[int, Logprob] | None) -> None:
+        """Add a position."""
+        self.start_indices.append(len(self.token_ids))
+        for token, entry in (value or {}).items():
+            self.token_ids.append(token)
+            self.logprobs.append(entry.logprob)
+            self.ranks.append(entry.rank)
+            self.decoded_tokens.append(entry.decoded_token)
+        self.end_indices.append(len(self.token_ids))
+
+    def __len__(self) -> int:
+        return len(self.start_indices)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return FlatLogprobs.of(self[i] for i in range(*index.indices(len(self))))
+        columns = range(self.start_indices[index], self.end_indices[index])
+        return {self.token_ids[i]: Logprob(self.logprobs[i], self.ranks[i], self.decoded_tokens[i]) for i in columns}
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        raise TypeError("FlatLogprobs can only be appended to")
+
+    def __delitem__(self, index: Any) -> None:
+        raise TypeError("FlatLogprobs can only be appended to")
+
+    def insert(self, index: int, value: Any) -> None:
+        raise TypeError("FlatLogprobs can only be appended to")
 
 
 @dataclass
@@ -158,7 +223,7 @@ class CompletionOutput:
     text: str
     token_ids: Sequence[int]
     cumulative_logprob: float | None = None
-    logprobs: list[dict[int, Logprob]] | None = None
+    logprobs: list[dict[int, Logprob]] | FlatLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     lora_request: Any = None
@@ -182,7 +247,7 @@ class RequestOutput:
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     finished: bool
-    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | FlatLogprobs | None = None
     metrics: RequestMetrics | None = None
     num_cached_tokens: int | None = None
     lora_request: Any = None

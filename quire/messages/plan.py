@@ -14,6 +14,7 @@ the result is collected.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -204,6 +205,12 @@ class PromptLogprobs(msgspec.Struct):
 
     start: int
     entries: list[TokenLogprobs]
+
+    def parts(self, most: int) -> Iterator[PromptLogprobs]:
+        """The same in parts of about `most` values, in order."""
+        step = max(1, most // max((len(entry.ids) for entry in self.entries), default=1))
+        for at in range(0, len(self.entries), step):
+            yield PromptLogprobs(self.start + at, self.entries[at : at + step])
 
 
 class StepResult(msgspec.Struct):

@@ -183,6 +183,7 @@ class SamplingParams(msgspec.Struct, metaclass=VllmFields, omit_defaults=True, k
         StructuredOutputsParams | None, "A form the output must have: a JSON schema, regex, choice or grammar"
     ] = None
     """`min_tokens` and `ignore_eos` yield to it: where the form is complete, the output ends."""
+    flat_logprobs: Annotated[bool, "Report logprobs in columns (`FlatLogprobs`) instead of lists of dicts"] = False
     xtc_probability: Annotated[
         float,
         Scalar(

@@ -16,6 +16,7 @@ from quire.messages.outputs import (
     BeamSearchSequence,
     CompletionOutput,
     Finished,
+    FlatLogprobs,
     Logprob,
     Output,
     PoolingOutput,
@@ -136,6 +137,14 @@ class TrackedSequence:
         self._given_tokens, self._given_text = len(self.tokens), shown
         return text, count
 
+    def _given_logprobs(self, delta: bool) -> list[dict[int, Logprob]] | FlatLogprobs | None:
+        if self.logprobs is None:
+            return None
+        given = self.logprobs if delta else list(self.logprobs)
+        if delta:
+            self.logprobs = []  # a long stream would hold an object for every one it has sent
+        return FlatLogprobs.of(given) if self._params.flat_logprobs else given
+
     def view(self, delta: bool) -> CompletionOutput:
         """The sequence's output: everything so far, or what is new since the last call."""
         shown = len(self.text) if self.finish_reason else max(self._given_text, len(self.text) - self._stops.held)
@@ -146,7 +155,7 @@ class TrackedSequence:
             text=self.text[since_text:shown],
             token_ids=self.tokens[since_token:],
             cumulative_logprob=None if self.logprobs is None else self.cumulative,
-            logprobs=None if self.logprobs is None else self.logprobs[since_token:],
+            logprobs=self._given_logprobs(delta),
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
         )
@@ -197,12 +206,12 @@ class TrackedRequest:
         params = msgspec.structs.replace(request.params, prompt_logprobs=None)  # they came before the first token
         return msgspec.structs.replace(request, drawn=drawn, params=params, reads_cache=True)
 
-    def _take_prompt_logprobs(self, once: bool) -> list[dict[int, Logprob] | None] | None:
+    def _take_prompt_logprobs(self, once: bool) -> list[dict[int, Logprob] | None] | FlatLogprobs | None:
         """The prompt's logprobs so far; with `once`, only at the first call."""
         taken = self.prompt_logprobs
         if once:
             self.prompt_logprobs = None
-        return taken
+        return taken if taken is None or not self.request.params.flat_logprobs else FlatLogprobs.of(taken)
 
     def view(self) -> Output:
         """The request as the user sees it."""

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from quire.config import EngineConfig
 from quire.errors import ConfigError
+from quire.kernels.weights.superblock import KINDS as GGUF_KINDS
 from quire.loading.files import ModelFiles, read_json
 from quire.loading.model_config import ModelConfig
 from quire.quantization.formats.base import Scheme
@@ -32,10 +33,12 @@ def find_scheme(config: EngineConfig, files: ModelFiles, model: ModelConfig, on_
     """How the model's matrices are, or will be, in few bits; None: they are not.
 
     `config.quantization` must agree with the checkpoint; matrices in 16 bits (or of a GGUF file) are quantized on load.
-    `on_cpu`: a GGUF file is dequantized while loading, unless `config.quantization` is "gguf": products with packed
-    weights are slow there.
+    `on_cpu`: a GGUF file is dequantized while loading, unless `config.cpu_weights` is "packed", or
+    `config.quantization` is "gguf": products with weights packed as on a GPU are slow there.
     """
     wish = config.quantization
+    if config.cpu_weights == "packed":
+        return _packed_on_cpu(config, files, on_cpu)
     kind = files.kind if config.load_format == "auto" else config.load_format
     if table := on_load_kinds(wish):
         if kind != "gguf":
@@ -64,6 +67,27 @@ def find_scheme(config: EngineConfig, files: ModelFiles, model: ModelConfig, on_
         actual = "not quantized" if found is None else f"quantized as {found.name!r}"
         raise ConfigError(f"quantization is {wish!r}, but {files.name} is {actual}", "quantization", wish)
     return None if found is None else _reported(found)
+
+
+def _packed_on_cpu(config: EngineConfig, files: ModelFiles, on_cpu: bool) -> Scheme:
+    """The scheme of a GGUF file whose matrices stay packed on a CPU; raises ConfigError where there is no such."""
+    kind = files.kind if config.load_format == "auto" else config.load_format
+    reason = ""
+    if not on_cpu:
+        reason = "the device is not a CPU; elsewhere the matrices of a GGUF file always stay packed"
+    elif config.quantization not in (None, "gguf"):
+        reason = f"quantization is {config.quantization!r}"
+    elif files.gguf is None or kind not in ("gguf", "dummy"):
+        reason = f"{files.name} is not a GGUF file"
+    else:
+        from quire.loading.gguf import GGUFCheckpoint
+        from quire.quantization.schemes.gguf import GGUFScheme
+
+        scheme = GGUFScheme(GGUFCheckpoint(files.gguf), interleaved=True)
+        if not scheme.is_empty:
+            return scheme
+        reason = f"{files.name} has no matrix in one of {', '.join(GGUF_KINDS)}"
+    raise ConfigError(f"cpu_weights is 'packed', but {reason}", "cpu_weights", "packed")
 
 
 def on_load_kinds(wish: str | None) -> Mapping[str, str] | str | None:

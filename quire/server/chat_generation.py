@@ -222,7 +222,7 @@ def prepare(
     request.check_fields()
     exchange.set_request_id(request.request_id)
     for index, message in enumerate(request.messages):
-        message.check_parts(exchange.fields, f"messages[{index}]")
+        message.check_parts(exchange.fields, f"messages[{index}]", lambda: _template_source(context, request))
     plan = tool_plan(context, request)
     limit, field_name = request.token_limit
     logprobs = _logprobs(context, request)
@@ -319,6 +319,10 @@ def render(context: ServerContext, request: ChatRequest) -> tuple[str, list[int]
     # The template writes the special tokens itself; the tokenizer must not add its own.
     from_start = request.truncation_side == "right"
     return text, context.tokenize(text, False, keep=request.truncate_prompt_tokens, from_start=from_start)
+
+
+def _template_source(context: ServerContext, request: ChatRequest) -> str:
+    return request.chat_template or context.llm.renderer.template()
 
 
 def _check_template(context: ServerContext, request: ChatRequest) -> None:

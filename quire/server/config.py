@@ -73,6 +73,9 @@ class ServerConfig:
     served_model_name: tuple[str, ...] = option(
         (), "The model's name in the API; several are aliases, responses use the first", "answers", many=True
     )
+    accept_any_model_name: bool = option(
+        False, "Answer requests for any model with the one that is served, instead of with 404", "answers"
+    )
     enable_auto_tool_choice: bool = option(True, "Parse answers for tool calls if the request has tools", "answers")
     tool_call_parser: str | None = option(
         None, "Parser of tool calls, by name or dotted path; unset: chosen by the chat template", "answers"

@@ -98,10 +98,13 @@ class ServerContext:
             engines * (QUEUED_CACHE_SIZES * info.cache_tokens if max_tokens is None else max_tokens),
             counts,
         )
+        self.stored = StoredResponses(llm, config, is_here=hub_handler is None)
+        """Responses and conversations that clients can refer to."""
         self.metrics = ServerMetrics(
             llm, self.names[0], config.vllm_metric_names, self.supervisor, self.admission,
             list(zip(llm.replicas, self.supervisor.each, strict=True)),
             tuple if llm.router is None else llm.router.stats,
+            self.stored,
         )  # fmt: skip
         endpoint = config.otlp_traces_endpoint
         self._traces = None if endpoint is None else make_traces(endpoint, self.names[0])
@@ -117,8 +120,6 @@ class ServerContext:
         }
         self.max_new_tokens: int | None = generation.get("max_new_tokens") or None
         """The model's own limit on generated tokens, for requests without one."""
-        self.stored = StoredResponses(llm, config, is_here=hub_handler is None)
-        """Responses and conversations that clients can refer to."""
         self._stall_check: asyncio.Task[None] | None = None
         self._reloading: asyncio.Task[None] | None = None
 
@@ -202,8 +203,8 @@ class ServerContext:
             raise unavailable(f"the engine is not running: {self.supervisor.status}", self.retry_after)
 
     def check_model(self, name: str | None) -> None:
-        """Raise 404 for a model that is not served; None is the served one."""
-        if name is not None and name not in self.names:
+        """Raise 404 for a model that is not served, unless any name will do; None is the served one."""
+        if name is not None and name not in self.names and not self.config.accept_any_model_name:
             shown = short_repr(name)
             raise not_found(f"the model {shown} is not served here; available: {', '.join(self.names)}", "model")
 

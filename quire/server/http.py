@@ -340,7 +340,7 @@ class EventStream:
 
     async def send(self, event: Any) -> None:
         """Send one event with a struct as its data."""
-        await self.send_bytes(b"data: " + encode(event) + b"\n\n")
+        await self.send_bytes(event_bytes(event))
 
     async def send_bytes(self, data: bytes) -> None:
         """Send one or more encoded events."""
@@ -377,6 +377,11 @@ class EventTemplate:
     def fill(self, text: str) -> bytes:
         """The encoded event with this text."""
         return self._head + encode(text) + self._tail
+
+
+def event_bytes(event: Any) -> bytes:
+    """An encoded event with a struct as its data."""
+    return b"data: " + encode(event) + b"\n\n"
 
 
 def named_event(name: str, event: Any) -> bytes:

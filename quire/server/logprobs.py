@@ -11,7 +11,20 @@ from quire.server.protocol.completions import CompletionLogprobs
 FLOOR = -9999.0
 """Replaces minus infinity, which JSON cannot represent."""
 
+MANY_DETAILS = 4096
+"""Logprobs: a response, or a part of one, with more is written in a thread…"""
+MANY_TOKENS = 32768
+"""…and so is one with more tokens."""
+
 Position = dict[int, Logprob]
+
+
+def takes_long(tokens: int, top: int | None) -> bool:
+    """Whether so many tokens, each with `top` logprobs beside its own (-1: all), or without (None), take long to
+    write."""
+    if top is None:
+        return tokens > MANY_TOKENS
+    return top < 0 or tokens * (1 + top) > MANY_DETAILS
 
 
 def chat_logprobs(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import random
 import statistics
@@ -139,7 +140,9 @@ class TestWhereItIsRead:
         assert "quire-work" not in threads[0] and threads[1].startswith("quire-work")
 
     def test_no_shape_holds_the_loop(self, live: Live) -> None:
-        """Bounds ten times the aim: before, one body took seconds."""
+        """CPU time of the loop's thread: before, one body took seconds."""
+        gc.collect()
+        gc.freeze()  # as `quire serve` does: a collection over this process's tests is not the server's work
         watch = LoopWatch(live._loop)
         with watch.watching():
             for attack in attacks(3_000_000, random.Random(19), 40):
@@ -147,7 +150,8 @@ class TestWhereItIsRead:
                     attack.path, content=attack.body, headers={"content-type": "application/json"}
                 )
                 assert answer.status_code in STATUSES, (attack.name, answer.text[:300])
-        assert watch.longest < 0.5
+        gc.unfreeze()
+        assert watch.longest < 0.05
 
 
 @pytest.mark.slow

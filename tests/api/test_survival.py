@@ -15,10 +15,16 @@ import pytest
 
 from quire import LLM, AsyncLLM, RequestOutput, RequestOutputKind, SamplingParams, StructuredOutputsParams
 from quire.api.async_sessions import AsyncSession
+from quire.api.engine import LLMEngine
 from quire.api.replica import Replica
-from quire.errors import EngineDeadError
+from quire.config import EngineConfig
+from quire.engine.core import EngineCore
+from quire.engine.engine_info import EngineInfo
+from quire.engine.setup import make_engine
+from quire.errors import ConfigError, EngineDeadError, RankLostError
 from quire.messages.beams import BeamSearchParams
 from quire.messages.outputs import CompletionOutput
+from quire.messages.plan import StepPlan
 from tests.executor.test_multiprocess import ranks_of
 
 T = TypeVar("T")
@@ -43,6 +49,19 @@ class NullLLM(AsyncLLM):
 def surroundings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NULL_ENGINE_PACE", "300")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture
+def slow_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first null engines are so slow that no request ends before they are replaced; later ones are fast."""
+    monkeypatch.setenv("NULL_ENGINE_PACE", "20")
+    adopt = Replica.adopt
+
+    def adopt_and_hurry(replica: Replica) -> None:
+        adopt(replica)
+        os.environ["NULL_ENGINE_PACE"] = "1000"
+
+    monkeypatch.setattr(Replica, "adopt", adopt_and_hurry)
 
 
 @pytest.fixture
@@ -235,6 +254,75 @@ class TestRanks:
             one.sessions.delete("s")
 
 
+class LosesRanks:
+    """Makes engines in this process that are lost, as if by a rank, in a step where a request `guilty` begins."""
+
+    def __init__(self, guilty: Callable[[str], bool]) -> None:
+        self._guilty = guilty
+        self.engines = 0
+
+    def make(self, *arguments: Any) -> tuple[EngineCore, EngineInfo]:
+        self.engines += 1
+        core, info = make_engine(*arguments)
+        submit = core._executor.submit
+
+        def submit_or_die(plan: StepPlan) -> Any:
+            if any(self._guilty(row.request) for row in plan.add):
+                raise RankLostError("rank 1 of 2 was killed by SIGKILL")
+            return submit(plan)
+
+        core._executor.submit = submit_or_die  # type: ignore[method-assign]
+        return core, info
+
+
+class TestLostRanksOfAnLLM:
+    def test_a_request_that_loses_ranks_is_found_and_the_others_go_on(
+        self, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, llm: LLM
+    ) -> None:
+        ranks = LosesRanks(lambda request: request == "bad")
+        monkeypatch.setattr("quire.api.engine.make_engine", ranks.make)
+        asked = [params(), params(temperature=1.0, seed=5, n=3), params(max_tokens=4)]
+        expected = [plain(llm.generate(PROMPT, one, use_tqdm=False)[0]) for one in asked]
+        engine = LLMEngine(EngineConfig(model=str(tiny_model), **SETTINGS))
+        for i, one in enumerate(asked):
+            engine.add_request(str(i), PROMPT, one)
+        engine.step()
+        engine.add_request("bad", "abc", params())
+        engine.add_request("gone", PROMPT, params())
+        outputs: dict[str, RequestOutput] = {}
+        while engine.has_unfinished_requests():
+            outputs |= {one.request_id: one for one in engine.step()}
+            if ranks.engines == 3 and "late" not in engine._outputs and "late" not in outputs:
+                engine.abort_request("gone")
+                engine.add_request("late", PROMPT, asked[0])
+        assert [plain(outputs[str(i)]) for i in range(3)] == expected and plain(outputs["late"]) == expected[0]
+        bad = outputs["bad"]
+        assert bad.finished and bad.outputs[0].finish_reason == "error" and bad.error is not None
+        assert re.match("the engine died [34] times while this request ran.*rank 1 of 2 was killed", bad.error)
+        assert ranks.engines in (4, 5) and "gone" not in engine._outputs
+        engine.check_idle()
+        engine.shutdown()
+
+    def test_ranks_that_are_lost_again_and_again_are_given_up(
+        self, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        ranks = LosesRanks(lambda request: True)
+        monkeypatch.setattr("quire.api.engine.make_engine", ranks.make)
+        engine = LLMEngine(EngineConfig(model=str(tiny_model), **SETTINGS, max_engine_restarts=1))
+        engine.add_request("a", PROMPT, params())
+        with pytest.raises(EngineDeadError, match="rank 1 of 2 was killed by SIGKILL"):
+            while True:
+                engine.step()
+        assert ranks.engines == 2
+        engine.shutdown()
+
+
+@pytest.mark.parametrize("value", [-1, 1.5, "2", True])
+def test_a_number_of_restarts_is_checked(value: Any) -> None:
+    with pytest.raises(ConfigError, match="max_engine_restarts must be an integer of at least 0"):
+        EngineConfig(max_engine_restarts=value)
+
+
 def wait_for(condition: Callable[[], bool]) -> Coroutine[Any, Any, None]:
     async def wait() -> None:
         while not condition():
@@ -263,6 +351,7 @@ class TestCulprits:
         run(work())
 
 
+@pytest.mark.usefixtures("slow_first")
 class TestWaiting:
     def test_requests_wait_for_an_engine_that_is_being_restarted(self, tiny_model: Path) -> None:
         async def work() -> None:
@@ -270,19 +359,19 @@ class TestWaiting:
                 (replica,) = own.replicas
                 stream = own.generate(PROMPT, params(max_tokens=200), "a")
                 await anext(stream)
-                os.kill(replica.pid, signal.SIGKILL)
-                await wait_for(lambda: bool(replica.death))
-                late = asyncio.ensure_future(read(own, params()))
-                await wait_for(lambda: own.num_open_requests == 2)
-                await own.abort("a")
-                assert [one async for one in stream][-1].outputs[0].finish_reason == "abort"  # at once
-                left = own.generate(PROMPT, params())
-                waiting = asyncio.ensure_future(anext(left))
-                await wait_for(lambda: own.num_open_requests == 2)
-                assert replica.death
-                waiting.cancel()
-                await asyncio.gather(waiting, return_exceptions=True)
-                await wait_for(lambda: own.num_open_requests == 1)
+                async with replica._restarting:  # no other engine is started meanwhile
+                    os.kill(replica.pid, signal.SIGKILL)
+                    await wait_for(lambda: bool(replica.death))
+                    late = asyncio.ensure_future(read(own, params()))
+                    await wait_for(lambda: own.num_open_requests == 2)
+                    await own.abort("a")
+                    assert [one async for one in stream][-1].outputs[0].finish_reason == "abort"  # at once
+                    waiting = asyncio.ensure_future(anext(own.generate(PROMPT, params())))
+                    await wait_for(lambda: own.num_open_requests == 2)
+                    waiting.cancel()
+                    await asyncio.gather(waiting, return_exceptions=True)
+                    await wait_for(lambda: own.num_open_requests == 1)
+                    assert replica.death and not late.done()
                 assert len((await late).outputs[0].token_ids) == LENGTH
                 await assert_idle(own)
 
@@ -291,6 +380,8 @@ class TestWaiting:
     def test_an_engine_that_cannot_be_restarted_fails_its_requests(
         self, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
+        start = Replica.start
+
         def fail(replica: Replica) -> None:
             raise OSError("no more processes")
 
@@ -306,8 +397,7 @@ class TestWaiting:
                 with pytest.raises(EngineDeadError, match="SIGKILL"):
                     await read(own, params())
                 assert own.num_open_requests == 0 and not own.is_hopeful
-                monkeypatch.undo()
-                monkeypatch.setenv("NULL_ENGINE_PACE", "300")
+                monkeypatch.setattr(Replica, "start", start)
                 await own.restart()
                 assert len((await read(own, params())).outputs[0].token_ids) == LENGTH
 
@@ -318,7 +408,7 @@ class TestWaiting:
 
         async def work() -> None:
             async with NullLLM(tiny_model, **SETTINGS, max_engine_restarts=1) as own:
-                await read(own, params())
+                await read(own, params(max_tokens=3))
                 for failures in (1, 2):
                     await wait_for(lambda: not own.errored)
                     os.kill(own.replicas[0].pid, signal.SIGKILL)
@@ -330,6 +420,7 @@ class TestWaiting:
 
 
 class TestReload:
+    @pytest.mark.usefixtures("slow_first")
     @pytest.mark.parametrize("replicas", [1, 2])
     def test_a_reload_replaces_all_engines_and_loses_nothing(self, tiny_model: Path, replicas: int) -> None:
         async def work() -> None:
@@ -353,7 +444,7 @@ class TestReload:
 
     def test_with_time_requests_finish_where_they_are_and_new_ones_wait(self, tiny_model: Path) -> None:
         async def work() -> None:
-            async with NullLLM(tiny_model, **SETTINGS) as own:
+            async with NullLLM(tiny_model, **SETTINGS) as own:  # with 300 tokens a second
                 (replica,) = own.replicas
                 before = replica.pid
                 stream = asyncio.ensure_future(read(own, params()))

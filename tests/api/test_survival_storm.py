@@ -156,8 +156,10 @@ async def storm(model: Path, reference: LLM, title: str, **settings: Any) -> Non
                 pid for pid in children(replica.pid) if b"executor.rank" in Path(f"/proc/{pid}/cmdline").read_bytes()
             ]
             users.note_kill(replica.number)
-            os.kill(rng.choice([replica.pid, *ranks]), signal.SIGKILL)
+            pid = replica.pid
+            os.kill(rng.choice([pid, *ranks]), signal.SIGKILL)
             users.ends["kills"] += 1
+            await users._until(lambda: bool(replica.death) or replica.pid != pid)
             if rng.random() < START_KILLS:
                 await users._until(lambda: replica.starting is not None)
                 if replica.starting is not None:

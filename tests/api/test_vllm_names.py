@@ -24,13 +24,17 @@ from quire import (
     PoolingParams,
     RequestOutput,
     SamplingParams,
+    StructuredOutputsParams,
 )
 from quire.errors import ConfigError, ValidationError
 from quire.exceptions import VLLMValidationError
+from quire.logprobs import FlatLogprobs
+from quire.sampling_params import RequestOutputKind
 from quire.vllm_arguments import BEAMS, METHODS, POOLING, PROMPT, SAMPLING
 from tests.conftest import assert_idle
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4)
+DELTA = RequestOutputKind.DELTA
 TINY = {"device": "cpu", "num_gpu_blocks_override": 16, "max_model_len": 128}
 
 
@@ -299,6 +303,43 @@ def test_the_generation_config_can_be_overridden(tiny_model: Path) -> None:
         params = llm.get_default_sampling_params()
         assert (params.temperature, params.max_tokens) == (0.25, 3)
         assert len(llm.generate([5, 6], use_tqdm=False)[0].outputs[0].token_ids) <= 3
-    for wrong, told in (({"temperature": 9}, "temperature"), ({"frobnicate": 1}, "frobnicate"), (3, "must map")):
+    for wrong, told in (({"temperature": -1}, "temperature"), ({"frobnicate": 1}, "frobnicate"), (3, "must map")):
         with pytest.raises(ConfigError, match=f"override_generation_config.*{told}"):
             LLM(tiny_model, override_generation_config=wrong, **TINY)
+
+
+def test_structured_json_on_one_line_for_all_requests(tiny_model: Path) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    grammars = {"backend": "xgrammar", "disable_any_whitespace": True}
+    with LLM(tiny_model, structured_outputs_config=grammars, **TINY) as llm:
+        params = SamplingParams(max_tokens=1, structured_outputs=StructuredOutputsParams(json=schema))
+        request, _ = llm.llm_engine.inputs.make("0", [5], params, 0.0)
+        assert request.params.structured_outputs is not None
+        assert request.params.structured_outputs.disable_any_whitespace
+        assert not params.structured_outputs.disable_any_whitespace
+        assert llm.llm_engine.inputs.make("1", [5], SamplingParams(), 0.0)[0].params.structured_outputs is None
+
+
+def test_flat_logprobs_read_like_lists_of_dicts(llm: LLM) -> None:
+    asked = {"temperature": 0, "max_tokens": 4, "logprobs": 2, "prompt_logprobs": 3}
+    prompt = [5, 6, 7]
+    (plain,) = llm.generate([prompt], SamplingParams(**asked), use_tqdm=False)
+    (flat,) = llm.generate([prompt], SamplingParams(**asked, flat_logprobs=True), use_tqdm=False)
+    assert isinstance(plain.outputs[0].logprobs, list) and isinstance(flat.outputs[0].logprobs, FlatLogprobs)
+    assert list(flat.outputs[0].logprobs) == plain.outputs[0].logprobs
+    found, expected = flat.prompt_logprobs, plain.prompt_logprobs
+    assert isinstance(found, FlatLogprobs) and expected is not None
+    assert (len(found), found[0], expected[0]) == (3, {}, None)
+    assert list(found[1:]) == expected[1:] == [found[-2], found[-1]]
+    assert found.token_ids == [token for position in expected[1:] for token in position or ()]
+    assert found.logprobs == [entry.logprob for position in expected[1:] for entry in (position or {}).values()]
+    with pytest.raises(IndexError):
+        _ = found[3]
+    for change in (lambda: found.__setitem__(0, {}), lambda: found.pop(), lambda: found.insert(0, {})):
+        with pytest.raises(TypeError, match="only be appended"):
+            change()
+    streamed = [
+        output.outputs[0].logprobs
+        for output in llm.stream([prompt], SamplingParams(**asked, flat_logprobs=True, output_kind=DELTA))
+    ]
+    assert [position for part in streamed for position in part or ()] == plain.outputs[0].logprobs

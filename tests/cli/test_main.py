@@ -76,8 +76,8 @@ def test_bad_input_is_one_line_and_exit_code_2(quire, arguments, said):
 
 
 def test_errors_of_sampling_values_name_the_parameter(quire, byte_llama):
-    ran = quire("generate", "x", "--model", byte_llama, "--temperature", "9")
-    assert (ran.code, ran.err) == (2, "quire: error: temperature must be in [0, 2], got 9.0; the default is 1\n")
+    ran = quire("generate", "x", "--model", byte_llama, "--temperature", "900")
+    assert (ran.code, ran.err) == (2, "quire: error: temperature must be in [0, 100], got 900.0; the default is 1\n")
 
 
 def test_an_unexpected_error_is_one_line_and_exit_code_1(quire, monkeypatch):

@@ -46,10 +46,11 @@ def test_every_line_is_run_and_invalid_lines_do_not_stop_the_others(quire, tiny_
         "",
         line("chat", "/v1/chat/completions", **chat),
         line("vector", "/v1/embeddings", input="the world"),
+        line("pair", "/score", text_1="the world", text_2="a world"),
         "this is no JSON",
         completion("streamed", stream=True),
         completion("text"),
-        completion("hot", temperature=9),
+        completion("hot", temperature=900),
         completion("other", model="gpt-4o"),
         line("elsewhere", "/v1/files"),
         completion("last"),
@@ -58,12 +59,12 @@ def test_every_line_is_run_and_invalid_lines_do_not_stop_the_others(quire, tiny_
     files = ["-i", tmp_path / "in.jsonl", "-o", tmp_path / "out.jsonl"]
     ran = quire("run-batch", tiny_model, *files, *ENGINE)
     assert ran.code == 1, ran.err
-    assert "4 completed, 6 failed" in ran.err
+    assert "5 completed, 6 failed" in ran.err
     text = (tmp_path / "out.jsonl").read_text()
-    assert text.count("\n") == 10
+    assert text.count("\n") == 11
     found = by_id(text)
     statuses = {name: result["response"]["status_code"] for name, result in found.items() if result["response"]}
-    assert statuses == {"chat": 200, "vector": 200, "hot": 400, "other": 404, "last": 200} | (
+    assert statuses == {"chat": 200, "vector": 200, "pair": 200, "hot": 400, "other": 404, "last": 200} | (
         {"text": 200} if found["text"]["response"] else {}
     )
     for result in found.values():
@@ -79,10 +80,11 @@ def test_every_line_is_run_and_invalid_lines_do_not_stop_the_others(quire, tiny_
     assert "temperature" in found["hot"]["error"]["error"]["message"]
     assert found["other"]["error"]["error"]["code"] == 404
     order = [result["custom_id"] for result in map(json.loads, text.splitlines())]
-    assert order == ["text", "chat", "vector", None, "streamed", "text", "hot", "other", "elsewhere", "last"]
+    assert order == ["text", "chat", "vector", "pair", None, "streamed", "text", "hot", "other", "elsewhere", "last"]
     assert found["streamed"]["error"]["code"] == "stream_not_supported"
     assert found["elsewhere"]["error"]["code"] == "invalid_url"
-    assert found[None]["error"]["message"].startswith("line 5: ")
+    assert -1 <= found["pair"]["response"]["body"]["data"][0]["score"] <= 1
+    assert found[None]["error"]["message"].startswith("line 6: ")
     texts = [each["response"]["body"]["choices"][0]["text"] for each in map(json.loads, text.splitlines())
              if each["custom_id"] in ("text", "last") and each["response"]]  # fmt: skip
     assert len(texts) == 2

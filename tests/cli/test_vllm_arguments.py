@@ -109,8 +109,8 @@ def test_what_would_have_an_effect_is_refused_by_name_as_keyword_and_as_flag(row
     with pytest.raises(ConfigError, match=rf"{row.name}.* is not supported by quire: .+") as refused:
         engine_arguments({row.name: value})
     assert refused.value.parameter == row.name
-    if row.name in ("reasoning_parser", "otlp_traces_endpoint"):
-        return  # flags of the server
+    if row.name in ("reasoning_parser", "otlp_traces_endpoint", "structured_outputs_config"):
+        return  # flags of the server, and one that is translated
     arguments = written(row.name, row.kind, [value] if row.kind == "list" else value)
     with pytest.raises(UsageError, match=rf"{flag(row.name)}: {row.name}.* is not supported by quire: .+"):
         parse(*arguments)
@@ -136,6 +136,12 @@ def test_no_argument_is_both_an_engine_setting_and_in_the_table():
         (["--device-memory-utilization", "0.5"], "gpu_memory_utilization", 0.5),
         (["--kv-offloading-size", "2"], "swap_space", 2.0),
         (["--load-format", "hf"], "load_format", "auto"),
+        (["-q", "auto_awq"], "quantization", "awq"),
+        (["--rope-scaling", '{"rope_type": "yarn", "factor": 4.0}'], "hf_overrides",
+         {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}),
+        (["--rope-theta", "1e6", "--hf-overrides.a", "1"], "hf_overrides", {"rope_theta": 1e6, "a": 1}),
+        (["--rope-scaling", "{}"], "hf_overrides", None),
+        (["--quantization", "fp8"], "quantization", "fp8"),
         (["--load-format", "runai_streamer"], "load_format", "safetensors"),
         (["--attention-backend", "FLASHINFER"], "attention_backend", "auto"),
         (["--pooler-config", '{"pooling_type": "MEAN", "normalize": true}'], "pooling", "mean"),
@@ -144,6 +150,8 @@ def test_no_argument_is_both_an_engine_setting_and_in_the_table():
         (["--hf-overrides.names+", "a", "--hf-overrides.names+=b,c"], "hf_overrides", {"names": ["a", "b", "c"]}),
         (["-sc.method", "ngram", "-sc.num_speculative_tokens=2"], "speculative_config",
          {"method": "ngram", "num_speculative_tokens": 2}),
+        (["--structured-outputs-config.disable_any_whitespace", "true"], "disable_any_whitespace", True),
+        (["--structured-outputs-config", '{"disable_any_whitespace": false}'], "disable_any_whitespace", False),
         (["--override-generation-config", '{"temperature": 0.5}'], "override_generation_config", {"temperature": 0.5}),
     ],
     ids=str,
@@ -179,7 +187,6 @@ def test_forms_without_effect(arguments):
         (["--enable-lora"], "adapters"),
         (["--enable-lora=true"], "adapters"),
         (["--lora-modules", "sql=/adapters/sql"], "adapters"),
-        (["--structured-outputs-config.enable_in_reasoning", "true"], "structured_outputs_config.enable_in_reasoning"),
         (["--kv-transfer-config", '{"kv_connector": "NixlConnector"}'], "kv_disk"),
         (["--data-parallel-rank", "0"], "Ray"),
         (["--nnodes", "2"], "Ray"),
@@ -204,6 +211,8 @@ def test_refusals_say_what_to_do(arguments, told):
         ({"override_pooler_config": {"normalize": False}}, "override_pooler_config.normalize"),
         ({"pooler_config": 3}, "pooler_config=3"),
         ({"device_memory_utilization": 0.5, "gpu_memory_utilization": 0.6}, "gpu_memory_utilization"),
+        ({"structured_outputs_config": {"enable_in_reasoning": True}}, "structured_outputs_config.enable_in_reasoning"),
+        ({"structured_outputs_config": 5}, "structured_outputs_config=5"),
         ({"frobnicate": 1}, "frobnicate"),
         ({"host": "0.0.0.0"}, "host"),
     ],
@@ -212,6 +221,11 @@ def test_refusals_say_what_to_do(arguments, told):
 def test_keywords_that_are_refused(settings, told):
     with pytest.raises(ConfigError, match=told):
         engine_arguments(settings)
+
+
+def test_an_object_that_is_refused_on_the_command_line():
+    with pytest.raises(ConfigError, match="structured_outputs_config.reasoning_parser='qwen3' is not supported"):
+        configurations("--structured-outputs-config.reasoning_parser", "qwen3")
 
 
 def test_a_list_in_json_ends_where_it_ends():
@@ -280,7 +294,7 @@ def test_the_page_for_those_who_move_is_up_to_date():
 def test_the_page_has_every_argument_and_variable():
     page = vllm_page.page()
     for name, *_ in NAMES:
-        if name in ENGINE or name in SERVER or name in BATCH:
+        if name in ENGINE or name in BATCH or (name in SERVER and name not in ServerConfig.__dataclass_fields__):
             assert f"`--{name.replace('_', '-')}`" in page or f"`{name}`" in page, name
     for name in (*vllm_environment.VARIABLES, *CALL):
         assert f"`{name}`" in page

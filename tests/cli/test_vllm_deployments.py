@@ -121,10 +121,11 @@ STARTS: list[tuple[str, str, dict[str, str], dict[str, Any]]] = [
     (
         "limits in the environment",
         "m --max-num-queued-reqs 32",
-        {"VLLM_HTTP_MAX_REQUEST_BODY_SIZE": "1048576", "VLLM_MAX_N_SEQUENCES": "4", "VLLM_MAX_COMPLETION_PROMPTS": "8",
+        {"VLLM_SKIP_MODEL_NAME_VALIDATION": "1", "VLLM_HTTP_MAX_REQUEST_BODY_SIZE": "1048576",
+         "VLLM_MAX_N_SEQUENCES": "4", "VLLM_MAX_COMPLETION_PROMPTS": "8",
          "VLLM_BATCH_INVARIANT": "1", "VLLM_REGEX_COMPILATION_TIMEOUT_S": "2"},
         {"max_queued_requests": 32, "max_body_bytes": 1 << 20, "max_samples": 4, "max_prompts": 8,
-         "batch_invariant": True, "grammar_timeout": 2},
+         "batch_invariant": True, "grammar_timeout": 2, "accept_any_model_name": True},
     ),
 ]  # fmt: skip
 
@@ -142,7 +143,6 @@ REFUSED = [
     ("disaggregated prefill", 'm --kv-transfer-config \'{"kv_connector": "NixlConnector"}\'', {}, "kv-transfer-config"),
     ("another hub", "m", {"VLLM_USE_MODELSCOPE": "true"}, "VLLM_USE_MODELSCOPE"),
     ("open admin routes", "m", {"VLLM_SERVER_DEV_MODE": "1"}, "VLLM_SERVER_DEV_MODE.*--admin-key"),
-    ("any model name", "m", {"VLLM_SKIP_MODEL_NAME_VALIDATION": "1"}, "served-model-name"),
     ("several nodes", "m --nnodes 2 --node-rank 0 --master-addr 10.0.0.1", {}, "--nnodes"),
     ("sleep mode", "m --enable-sleep-mode", {}, "--enable-sleep-mode"),
     ("images from disk", "m --allowed-local-media-path /data", {}, "--allowed-local-media-path"),

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from quire.config import EngineConfig
-from quire.errors import ModelNotFoundError, QuireError, ValidationError
+from quire.errors import ConfigError, ModelNotFoundError, QuireError, ValidationError
 from quire.loading import pinned
 from quire.loading.files import local_files
 from quire.loading.hub import ALIASES, DEFAULT_MODEL, PINNED, resolve
@@ -180,6 +180,16 @@ def test_configs_are_read_or_refused_by_name(tmp_path: Path) -> None:
     assert read_generation_config(files, EngineConfig()) == {}
     (tmp_path / "generation_config.json").write_text('{"temperature": 0.6}')
     assert read_generation_config(files, EngineConfig()) == {"temperature": 0.6}
+    changed = EngineConfig(override_generation_config={"top_k": 3})
+    assert read_generation_config(files, changed) == {"temperature": 0.6, "top_k": 3}
+    for none in ("none", "vllm"):
+        assert read_generation_config(files, EngineConfig(generation_config=none)) == {}
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "generation_config.json").write_text('{"top_p": 0.5}')
+    elsewhere = EngineConfig(generation_config=str(tmp_path / "other"))
+    assert read_generation_config(files, elsewhere) == {"top_p": 0.5}
+    with pytest.raises(ConfigError, match="generation_config must be auto, none, vllm, or a folder"):
+        read_generation_config(files, EngineConfig(generation_config="nowhere"))
     for bad, told in [("{", "not valid JSON"), ("[1]", "a JSON object is needed"), ("[" * 100_000, "not valid JSON")]:
         path.write_text(bad)
         with pytest.raises(ValueError, match=told):

@@ -19,7 +19,7 @@ import pytest
 
 from quire.cli.bench.load.http import Host, WholeResponse
 from quire.server.protocol.embeddings import EmbeddingRequest
-from quire.server.routes.embeddings import _vectors
+from quire.server.routes.embeddings import vectors
 from tests.processes import descendants, is_gone
 from tests.server.attacked_server import KEYS, AttackedServer
 from tests.server.conftest import Live
@@ -219,7 +219,7 @@ def test_embeddings_cancelled_at_any_moment_free_their_queue_slot(live: Live) ->
         stub.admission, stub.observer = server.admission, server.observer
         done = False
         for moment in itertools.count():
-            task = asyncio.ensure_future(_vectors(stub, exchange, body, [[5], [6]]))
+            task = asyncio.ensure_future(vectors(stub, exchange, body, [[5], [6]]))
             for _ in range(moment):
                 await asyncio.sleep(0)
             done = task.done()
@@ -238,7 +238,7 @@ def test_requests_leave_no_reference_cycles(live: Live) -> None:
     memory."""
 
     def ask() -> None:
-        for body in ({}, {"stream": True}, {"prompt": ["abc", "abd"]}, {"prompt": 5}, {"temperature": 9}):
+        for body in ({}, {"stream": True}, {"prompt": ["abc", "abd"]}, {"prompt": 5}, {"temperature": -9}):
             live.post(TEXT, {"prompt": "abc", "max_tokens": 2, **body})
         live.post("/v1/embeddings", {"input": "abc"})
         live.client.get("/health")

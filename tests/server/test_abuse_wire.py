@@ -150,7 +150,7 @@ class TestOldClients:
         assert body.startswith(b"data: {") and body.endswith(b"data: [DONE]\n\n")
 
     def test_http_1_0_errors_have_their_status(self, attacked: AttackedServer) -> None:
-        body = {**BODY, "stream": True, "temperature": 9}
+        body = {**BODY, "stream": True, "temperature": -9}
         assert statuses(attacked.exchange(raw_request(TEXT, body).replace(b"HTTP/1.1", b"HTTP/1.0"))) == [400]
 
 

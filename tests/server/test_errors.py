@@ -50,6 +50,7 @@ def error_of(answer: httpx.Response, status: int) -> dict[str, Any]:
         (CHAT, {"stop": [""]}, "stop", "non-empty"),
         (CHAT, {"stop": ["x"] * 65}, "stop", "at most 64"),
         (CHAT, {"stream_options": {"include_usage": True}}, "stream_options", "stream=true"),
+        (CHAT, {"stream_options": {"include_usage": None}}, "stream_options", "stream=true"),
         (CHAT, {"stream": True, "prompt_logprobs": 1}, "prompt_logprobs", "not streamed"),
         (CHAT, {"stream": "maybe"}, "stream", "bool"),
         (CHAT, {"messages": []}, "messages", "empty"),

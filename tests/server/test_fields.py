@@ -186,6 +186,15 @@ class TestSaid:
         answer = live.post(CHAT, {"messages": [{"role": "user", "content": [part]}], "max_tokens": 2})
         assert (answer.status_code, answer.headers["x-quire-ignored"]) == (200, "messages[].content[].colour")
 
+    def test_but_not_what_the_template_reads(self, serving: Callable[..., Live]) -> None:
+        """TranslateGemma's template reads the languages from the parts."""
+        template = "{% for m in messages %}{% for p in m.content %}{{ p.to_lang }} {{ p.text }}{% endfor %}{% endfor %}"
+        part = {"type": "text", "text": "abc", "to_lang": "es", "colour": 1}
+        body = {"messages": [{"role": "user", "content": [part]}], "chat_template": template, "max_tokens": 1}
+        answer = serving(trust_request_chat_template=True).post(CHAT, {**body, "return_prompt_text": True})
+        assert answer.json()["prompt_text"] == "es abc"
+        assert answer.headers["x-quire-ignored"] == "messages[].content[].colour"
+
     def test_of_a_refused_request_too(self, live: Live) -> None:
         answer = live.post(CHAT, {**BODY, "max_tokens": 0})
         assert (answer.status_code, answer.headers["x-quire-ignored"]) == (400, "messages[].mood, colour")

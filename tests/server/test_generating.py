@@ -202,8 +202,10 @@ class TestChat:
         assert last["choices"] == []
         *_, by_default = events(live, CHAT, {**body, "stream_options": {}})
         assert by_default["choices"] == [] and by_default["usage"]["completion_tokens"] == usage["completion_tokens"]
-        *_, without = events(live, CHAT, {**body, "stream_options": {"include_usage": False}})
-        assert "usage" not in without
+        for no in (False, None):
+            *_, end = events(live, CHAT, {**body, "stream_options": {"include_usage": no}})
+            assert "usage" not in end and end["choices"][0]["finish_reason"] == "length"
+            assert end["choices"][0]["delta"]["content"], "the end comes with the last text"
         usage.pop("prompt_tokens_details"), last["usage"].pop("prompt_tokens_details")
         assert last["usage"] == usage
         options = {"include_usage": True, "continuous_usage_stats": True}

@@ -86,16 +86,22 @@ def serve(llm: AsyncLLM, work: Callable[[Client], None], **settings: Any) -> Non
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Numbers of replicas, as their engines are started."""
-    monkeypatch.setenv("NULL_ENGINE_PACE", "200")
+    """Numbers of replicas, as their engines are started. The first engines are so slow that no request ends before they
+    are replaced, unless a test sets another pace; later ones are fast."""
+    monkeypatch.setenv("NULL_ENGINE_PACE", "20")
     numbers: list[int] = []
-    start = Replica.start
+    start, adopt = Replica.start, Replica.adopt
 
     def noted(replica: Replica) -> None:
         numbers.append(replica.number)
         start(replica)
 
+    def adopt_and_hurry(replica: Replica) -> None:
+        adopt(replica)
+        os.environ["NULL_ENGINE_PACE"] = "1000"
+
     monkeypatch.setattr(Replica, "start", noted)
+    monkeypatch.setattr(Replica, "adopt", adopt_and_hurry)
     return numbers
 
 
@@ -126,7 +132,10 @@ def test_signals_replace_each_engine_once_and_no_request_is_lost(
     serve(llm, work, reload_timeout=0.0)
 
 
-def test_the_admin_route_waits_until_all_engines_are_replaced(tiny_model: Path, started: list[int]) -> None:
+def test_the_admin_route_waits_until_all_engines_are_replaced(
+    tiny_model: Path, started: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NULL_ENGINE_PACE", "200")
     llm = NullLLM(tiny_model, device="cpu", num_gpu_blocks_override=128)
     started.clear()
 

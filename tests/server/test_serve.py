@@ -242,6 +242,12 @@ def test_wrong_middleware_is_refused_before_a_model_is_loaded(path: str, capsys:
     assert "middleware" in capsys.readouterr().err
 
 
+def test_any_model_name_will_do_if_the_server_says_so(serving: Callable[..., Live]) -> None:
+    body = {"model": "gpt-4o", "prompt": "abc", "max_tokens": 1}
+    assert serving().post("/v1/completions", body).status_code == 404
+    assert serving(accept_any_model_name=True).post("/v1/completions", body).status_code == 200
+
+
 def test_the_description_of_the_api_can_be_turned_off(serving: Callable[..., Live]) -> None:
     live = serving(disable_fastapi_docs=True)
     assert live.client.get("/openapi.json").status_code == 404

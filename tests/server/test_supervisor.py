@@ -158,9 +158,12 @@ class TestPauses:
 
 
 class TestDeath:
-    def test_open_requests_go_on_and_new_ones_wait(self, tiny_model: Path) -> None:
+    def test_open_requests_go_on_and_new_ones_wait(self, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("NULL_ENGINE_PACE", "20")  # no request ends before the engine is killed
+
         async def work() -> None:
             async with supervised(tiny_model) as (llm, supervisor):
+                monkeypatch.setenv("NULL_ENGINE_PACE", "1000")
                 streams = [asyncio.ensure_future(final(llm, max_tokens=200)) for _ in range(5)]
                 await until(lambda: llm.token_times.tokens > 50)
                 kill(llm)

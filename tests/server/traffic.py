@@ -115,6 +115,30 @@ class Users:
             end = "left without an answer"
         return self._note(end, ask)
 
+    async def read(self, path: str, body: dict[str, Any]) -> dict[str, Any] | None:
+        """The answer to a request with the first key; None if the server is busy."""
+        answer = WholeResponse()
+        async with asyncio.timeout(PATIENCE):
+            await self._hosts[0].post(path, json.dumps(body).encode(), answer)
+        if answer.status == 429:
+            self.ends["busy"] += 1
+            return None
+        if answer.status != 200:
+            self.wrong.append(f"HTTP {answer.status}: {bytes(answer.body)[:300]!r} ({path} {body})")
+            return None
+        read: dict[str, Any] = json.loads(bytes(answer.body))
+        return read
+
+    async def delete(self, path: str) -> None:
+        """Delete a session of the first key."""
+        reader, writer = await asyncio.open_connection(*self.attacked.address)
+        writer.write(request_head(path, None, "connection: close", method="DELETE"))
+        async with asyncio.timeout(PATIENCE):
+            head = await reader.read()
+        writer.close()
+        if not head.startswith(b"HTTP/1.1 200"):
+            self.wrong.append(f"DELETE {path}: {head[:300]!r}")
+
     async def send_garbage(self) -> None:
         path, data, status = self.rng.choice(GARBAGE)
         answer = WholeResponse()

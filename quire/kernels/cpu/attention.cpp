@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "outer.h"
+#include "pool.h"
 
 namespace {
 
@@ -417,16 +418,13 @@ template <class T>
 void attend(const Call<T>& c) {
     const Plan work = plan(c);
     float* partials = partial_scratch.get(work.partials);
-    const int64_t items = work.items.size(), splits = work.split.size();
-#pragma omp parallel num_threads(int(c.threads)) if (items > 1 && work.cost * c.dim > kWorthSharing)
-    {
-#pragma omp for schedule(dynamic)
-        for (int64_t i = 0; i < items; i++)
-            with_tile(c, work.items[i], [&](auto tile) { tile.run(partials); });
-#pragma omp for schedule(dynamic)
-        for (int64_t i = 0; i < splits; i++)
-            with_tile(c, work.split[i], [&](auto tile) { tile.merge_partials(partials); });
-    }
+    const bool is_worth = work.cost * c.dim > kWorthSharing;
+    share(work.items.size(), c.threads, is_worth, [&](int64_t i) {
+        with_tile(c, work.items[i], [&](auto tile) { tile.run(partials); });
+    });
+    share(work.split.size(), c.threads, is_worth, [&](int64_t i) {
+        with_tile(c, work.split[i], [&](auto tile) { tile.merge_partials(partials); });
+    });
 }
 
 }  // namespace

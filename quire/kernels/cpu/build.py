@@ -16,7 +16,6 @@ import shlex
 import shutil
 import struct
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -31,10 +30,13 @@ from quire.paths import cache_dir
 logger = logging.getLogger(__name__)
 
 _FOLDER = Path(__file__).parent
-_SOURCES = ("attention.cpp", "elementwise.cpp", "experts.cpp", "linear.cpp", "ngram.cpp", "replay.cpp")
-_HEADERS = ("outer.h", "simd.h")
+_SOURCES = (
+    *("attention.cpp", "elementwise.cpp", "experts.cpp", "linear.cpp"),
+    *("ngram.cpp", "packed.cpp", "pool.cpp", "replay.cpp"),
+)
+_HEADERS = ("outer.h", "pool.h", "simd.h")
 # Contraction makes a * b + c one fused multiply-add, which the kernels rely on; -ffast-math would lose NaN.
-_FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-fPIC")
+_FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-pthread")
 _QUIET = ("-fvisibility=hidden", "-w")
 
 # A kernel takes one pointer, to its arguments packed 8 bytes each in the order of its C++ struct: q (pointer or int64)
@@ -51,9 +53,21 @@ _LAYOUTS = {
     "embedding": "6q",
     "route": "9q",
     "experts": "13q",
+    "packed_linear": "16q",
+    "packed_embedding": "12q",
 }
 # Calls of about a microsecond keep the GIL: after releasing it, reacquiring can take a whole switch interval.
-_HOLD_GIL = {"ngram", "rms_norm", "add_rms_norm", "copy_stream", "silu_mul", "prepare_qkv", "embedding", "route"}
+_HOLD_GIL = {
+    "ngram",
+    "rms_norm",
+    "add_rms_norm",
+    "copy_stream",
+    "silu_mul",
+    "prepare_qkv",
+    "embedding",
+    "route",
+    "packed_embedding",
+}
 _SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}
 _TOKEN_KERNELS = {"ngram"}
 """Kernels over token ids, in int32."""
@@ -125,19 +139,18 @@ def library() -> Library | None:
 def _library_path() -> Path:
     """The library of this source, compiler and CPU; built now unless it is cached."""
     compiler = _compiler()
-    flags = [*_FLAGS, *_architecture(compiler), *_openmp_flags()]
-    runtime = _openmp_runtime()
+    flags = [*_FLAGS, *_architecture(compiler)]
     sources = b"".join((_FOLDER / name).read_bytes() for name in (*_SOURCES, *_HEADERS))
     version = subprocess.run([*compiler, "--version"], capture_output=True, check=True).stdout
-    identity = [sources, version, " ".join([*compiler, *flags, str(runtime)]).encode(), _cpu().encode()]
+    identity = [sources, version, " ".join([*compiler, *flags]).encode(), _cpu().encode()]
     key = hashlib.sha256(b"\0".join(identity)).hexdigest()[:20]
     target = _cache() / f"kernels-{key}.so"
     if not target.exists():
-        _compile(compiler, [*flags, *_QUIET], runtime, target)
+        _compile(compiler, [*flags, *_QUIET], target)
     return target
 
 
-def _compile(compiler: list[str], flags: list[str], runtime: Path, target: Path) -> None:
+def _compile(compiler: list[str], flags: list[str], target: Path) -> None:
     """Build under a temporary name, then rename: another process may be building the same."""
 
     def call(*arguments: str) -> None:
@@ -148,9 +161,7 @@ def _compile(compiler: list[str], flags: list[str], runtime: Path, target: Path)
         with ThreadPoolExecutor(len(_SOURCES)) as pool:
             sources = [str(_FOLDER / name) for name in _SOURCES]
             list(pool.map(lambda pair: call(*flags, "-c", pair[0], "-o", pair[1]), zip(sources, objects, strict=True)))
-        # Torch's own OpenMP runtime, by path and without -fopenmp, which would add the compiler's: two runtimes in
-        # one process are two thread pools that spin against each other.
-        call("-shared", *objects, str(runtime), f"-Wl,-rpath,{runtime.parent}", "-o", f"{folder}/library")
+        call("-shared", "-pthread", *objects, "-o", f"{folder}/library")
         os.replace(f"{folder}/library", target)
 
 
@@ -178,26 +189,6 @@ def _architecture(compiler: list[str]) -> list[str]:
         if subprocess.run(probe, capture_output=True).returncode == 0:
             return [flag]
     return []
-
-
-def _openmp_flags() -> list[str]:
-    return ["-Xpreprocessor", "-fopenmp"] if sys.platform == "darwin" else ["-fopenmp"]
-
-
-def _openmp_runtime() -> Path:
-    """The OpenMP library torch has loaded (see `_compile`)."""
-    names = ("libgomp", "libomp", "libiomp5")
-    maps = Path("/proc/self/maps")
-    loaded = {line.split()[-1] for line in maps.read_text().splitlines()} if maps.exists() else set()
-    bundled = [path for folder in ("torch/lib", "torch.libs") for path in (_site() / folder).glob("lib*omp*")]
-    for path in [*map(Path, sorted(loaded)), *bundled]:
-        if path.name.startswith(names):
-            return path
-    raise RuntimeError(f"torch's OpenMP library was not found in {_site()}")
-
-
-def _site() -> Path:
-    return Path(torch.__file__).parent.parent
 
 
 def _cpu() -> str:

@@ -6,17 +6,18 @@
 // A row is always computed by one thread in one order: its bits do not depend on the batch.
 #include <cmath>
 
+#include "pool.h"
 #include "simd.h"
 
 namespace {
 
 // Waking the thread pool takes some microseconds: about what one thread needs for this many numbers.
 constexpr int64_t kWorthSharing = 96 * 1024;
+constexpr int64_t kPiece = 16 * 1024;  // numbers
 
 template <class Row>
 void for_rows(int64_t rows, int64_t width, int64_t threads, Row row) {
-#pragma omp parallel for num_threads(int(threads)) schedule(static) if (rows > 1 && rows * width > kWorthSharing)
-    for (int64_t i = 0; i < rows; i++) row(i);
+    share_items(rows, std::max<int64_t>(1, kPiece / width), threads, rows * width > kWorthSharing, row);
 }
 
 // Calls part(offset, load, store) over `width` numbers: whole vectors, then the tail as a partial one.

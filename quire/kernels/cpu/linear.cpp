@@ -14,6 +14,7 @@
 #include <type_traits>
 
 #include "outer.h"
+#include "pool.h"
 
 namespace {
 
@@ -23,6 +24,9 @@ constexpr int64_t kSlab = 16 * kPanel;              // rows of x packed at once:
 constexpr int64_t kSliceBytes = 384 * 1024;         // of a packed panel along k: stays in L2
 constexpr int64_t kChunkBytes = 256 * 1024;         // of weight: stays in L2 while the panels pass over it
 constexpr int64_t kWorthSharing = 256 * 1024;       // multiply-adds: fewer take less time than waking the thread pool
+
+constexpr int64_t kWorthPacking = 64 * 1024;        // numbers of x: the same
+constexpr int64_t kPackPiece = 16 * 1024;           // numbers of x that a thread packs at a time
 
 thread_local Scratch packed_scratch, sums_scratch, wide_scratch;
 
@@ -144,34 +148,29 @@ void linear(const Problem<T>& p) {
     auto vectors = [&](int64_t i) { return int(std::min((p.m - i * kPanel + L - 1) / L, int64_t(max_vectors))); };
     float* packed = packed_scratch.get(panels * kPanel * steps);
 
-    // Chunks of weight rows are scheduled dynamically: cores are not equally fast when other processes use them too.
     constexpr int64_t tile = 24;  // a multiple of every tile_rows
     const int64_t fitting = kChunkBytes / (p.k * int64_t(sizeof(Operand<T>))), fair = p.n / (p.threads * 4);
     const int64_t rows = std::max(tile, std::min(fitting, fair) / tile * tile);
     const int64_t chunks = (p.n + rows - 1) / rows, blocks = (steps + L - 1) / L;
 
-#pragma omp parallel num_threads(int(p.threads)) if (p.m * p.n * p.k > kWorthSharing)
-    {
-#pragma omp for schedule(static)
-        for (int64_t i = 0; i < panels * blocks; i++) {
-            const int64_t at = i / blocks;
-            pack<L>(p, at * kPanel, vectors(at) * L, i % blocks * L, packed + at * kPanel * steps);
-        }
+    const auto pack_block = [&](int64_t i) {
+        const int64_t at = i / blocks;
+        pack<L>(p, at * kPanel, vectors(at) * L, i % blocks * L, packed + at * kPanel * steps);
+    };
+    share_items(panels * blocks, kPackPiece / (kPanel * L), p.threads, p.m * p.k > kWorthPacking, pack_block);
+    share(chunks, p.threads, p.m * p.n * p.k > kWorthSharing, [&](int64_t chunk) {
         float* sums = sums_scratch.get((rows + tile) * kPanel);
-#pragma omp for schedule(dynamic) nowait
-        for (int64_t chunk = 0; chunk < chunks; chunk++) {
-            const int64_t n0 = chunk * rows, count = std::min(rows, p.n - n0);
-            for (int64_t i = 0; i < panels; i++) {
-                const float* xt = packed + i * kPanel * steps;
-                switch (vectors(i)) {
-                    case 1: panel<L, 1>(p, i * kPanel, n0, count, xt, sums); break;
-                    case 2: panel<L, std::min(2, max_vectors)>(p, i * kPanel, n0, count, xt, sums); break;
-                    case 3: panel<L, std::min(3, max_vectors)>(p, i * kPanel, n0, count, xt, sums); break;
-                    default: panel<L, max_vectors>(p, i * kPanel, n0, count, xt, sums); break;
-                }
+        const int64_t n0 = chunk * rows, count = std::min(rows, p.n - n0);
+        for (int64_t i = 0; i < panels; i++) {
+            const float* xt = packed + i * kPanel * steps;
+            switch (vectors(i)) {
+                case 1: panel<L, 1>(p, i * kPanel, n0, count, xt, sums); break;
+                case 2: panel<L, std::min(2, max_vectors)>(p, i * kPanel, n0, count, xt, sums); break;
+                case 3: panel<L, std::min(3, max_vectors)>(p, i * kPanel, n0, count, xt, sums); break;
+                default: panel<L, max_vectors>(p, i * kPanel, n0, count, xt, sums); break;
             }
         }
-    }
+    });
 }
 
 template <class T>

@@ -12,7 +12,8 @@ from quire.kernels.gates import PLAIN_EXPERTS, ExpertVariant
 from quire.kernels.kv import LayerKV, QuantizedKV
 from quire.kernels.reference import TorchOps
 from quire.kernels.routing import RouteRule
-from quire.kernels.weights.base import QuantizedWeight, Weight
+from quire.kernels.weights.base import QuantizedWeight, SplitWeight, Weight
+from quire.kernels.weights.interleaved import InterleavedWeight
 
 _MAX_HEAD_DIM = 1024  # kMaxDim in elementwise.cpp
 
@@ -38,6 +39,8 @@ class CpuOps(TorchOps):
         self._embedding = kernel("embedding")
         self._route = kernel("route")
         self._experts = kernel("experts")
+        self._packed_linear = kernel("packed_linear")
+        self._packed_embedding = kernel("packed_embedding")
 
     def linear(
         self,
@@ -51,7 +54,7 @@ class CpuOps(TorchOps):
         dtype = x.dtype
         kernel = self._linear.get(dtype)
         if isinstance(weight, QuantizedWeight):
-            return super().linear(x, weight, bias)
+            return self._quantized_linear(x, weight, bias)
         if kernel is None or weight.dtype != dtype or x.dim() != 2 or not x.numel():
             return super().linear(x, weight, bias)
         if bias is not None and bias.dtype != dtype:
@@ -69,7 +72,38 @@ class CpuOps(TorchOps):
         run(pack(*pointers, rows, width, depth, x_stride, weight_stride, threads))
         return out
 
+    def _quantized_linear(self, x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None) -> torch.Tensor:
+        """Native for interleaved weights, and for fused ones that consist of such."""
+        kernel = self._packed_linear.get(x.dtype)
+        parts = weight.parts if isinstance(weight, SplitWeight) else (weight,)
+        packed = [part for part in parts if isinstance(part, InterleavedWeight)]
+        is_plain = x.dim() == 2 and x.numel() and x.stride(1) == 1 and (bias is None or bias.dtype == x.dtype)
+        if kernel is None or len(packed) < len(parts) or not is_plain:
+            return super().linear(x, weight, bias)
+        run, pack = kernel
+        rows, width = x.size(0), weight.shape[0]
+        out = x.new_empty(rows, width)
+        threads, size = torch.get_num_threads(), x.element_size()
+        bias_pointer, out_pointer = 0 if bias is None else bias.data_ptr(), out.data_ptr()
+        for part in packed:
+            n, k = part.shape
+            tensors = _pointers(part)
+            run(
+                pack(
+                    *tensors, x.data_ptr(), bias_pointer, out_pointer,
+                    rows, n, k, x.stride(0), width, part.number, threads,
+                )
+            )  # fmt: skip
+            bias_pointer, out_pointer = bias_pointer and bias_pointer + n * size, out_pointer + n * size
+        return out
+
     def embedding(self, tokens: torch.Tensor, weight: Weight) -> torch.Tensor:
+        if isinstance(weight, InterleavedWeight) and (packed := self._packed_embedding.get(weight.dtype)):
+            run, pack = packed
+            out = tokens.new_empty(len(tokens), weight.shape[1], dtype=weight.dtype)
+            sizes = (*out.shape, weight.number, torch.get_num_threads())
+            run(pack(*_pointers(weight), tokens.data_ptr(), out.data_ptr(), *sizes))
+            return out
         kernel = self._embedding.get(weight.dtype)
         if kernel is None or isinstance(weight, QuantizedWeight) or not weight.is_contiguous():
             return super().embedding(tokens, weight)
@@ -253,3 +287,9 @@ class CpuOps(TorchOps):
             return result, None
         tape.seal(arena.memory)
         return result, tape.replay
+
+
+def _pointers(weight: InterleavedWeight) -> tuple[int, ...]:
+    """Its tensors as packed.cpp names them; 0: it has none of this name."""
+    names = ("codes", "high", "scale", "minimum", "d", "m")
+    return tuple(weight.tensors[name].data_ptr() if name in weight.tensors else 0 for name in names)

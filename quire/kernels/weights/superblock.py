@@ -165,6 +165,23 @@ def _six_bit_scales(packed: torch.Tensor) -> torch.Tensor:
     return (low | (high << 4)).view(torch.int8) - 32
 
 
+def block_values(kind: BlockKind, codes: torch.Tensor, held: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The values of codes [..., out, in] in float32, each rounded at most once. `held`: scales and minimums by name."""
+    d = held["d"].float().repeat_interleave(kind.block // kind.group, -1)
+    packed = kind.scales == "nibbles"
+    if kind.scales != "none":
+        d = d * (held["scale"] & 15 if packed else held["scale"]).float()
+    values = (codes.float() - kind.zero) * d.repeat_interleave(kind.group, -1)
+    if kind.minimums == "none":
+        return values
+    m = held["m"].float().repeat_interleave(kind.block // kind.group, -1)
+    if kind.minimums == "block":
+        m = -m
+    else:
+        m = m * (held["scale"] >> 4 if packed else held["minimum"]).float()
+    return values - m.repeat_interleave(kind.group, -1)
+
+
 class SuperblockWeight(QuantizedWeight):
     """A matrix in one of `KINDS`: its fields by name, as `BlockKind.held` lists them.
 
@@ -216,21 +233,7 @@ class SuperblockWeight(QuantizedWeight):
         return low | (self.kind.high.unpack(self._tensors["high"]) << self.kind.low.bits)
 
     def dequantize(self) -> torch.Tensor:
-        kind, held = self.kind, self._tensors
-        code = self.codes().float() - kind.zero
-        d = held["d"].float().repeat_interleave(kind.block // kind.group, -1)
-        packed = kind.scales == "nibbles"
-        if kind.scales != "none":
-            d = d * (held["scale"] & 15 if packed else held["scale"]).float()
-        values = code * d.repeat_interleave(kind.group, -1)
-        if kind.minimums == "none":
-            return values.to(self.dtype)
-        m = held["m"].float().repeat_interleave(kind.block // kind.group, -1)
-        if kind.minimums == "block":
-            m = -m
-        else:
-            m = m * (held["scale"] >> 4 if packed else held["minimum"]).float()
-        return (values - m.repeat_interleave(kind.group, -1)).to(self.dtype)
+        return block_values(self.kind, self.codes(), self._tensors).to(self.dtype)
 
     @property
     def layout(self) -> tuple[object, ...]:

@@ -16,6 +16,7 @@ _HERE = "quire.output.parsers.reasoning."
 _TAGS = _HERE + "ThinkSplit"
 REASONING_PARSERS = {
     "cohere_command3": _HERE + "CohereThinkSplit",
+    "cohere_command4": _HERE + "CohereThinkSplit",
     "deepseek_r1": _TAGS,
     "deepseek_v3": _TAGS,
     "deepseek_v4": _TAGS,

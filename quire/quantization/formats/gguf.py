@@ -9,6 +9,7 @@ import torch
 
 from quire.kernels.weights.base import Allocate, QuantizedWeight
 from quire.kernels.weights.fp4 import Fp4Weight
+from quire.kernels.weights.interleaved import InterleavedWeight
 from quire.kernels.weights.superblock import KINDS, Plane, SuperblockWeight, set_halves
 from quire.quantization.formats.base import StoredPart
 
@@ -21,6 +22,8 @@ class GGUFFormat:
     """One of GGUF's encodings, by its name in the file ("Q4_K")."""
 
     encoding: str
+    interleaved: bool = False
+    """Re-laid for a CPU's products, with activations in 8 bits."""
 
     def describe(self) -> str:
         return f"{self.encoding} (GGUF)"
@@ -39,7 +42,8 @@ class GGUFFormat:
     ) -> QuantizedWeight:
         if self.encoding == "MXFP4":
             return Fp4Weight.allocate(shape, dtype, allocate)
-        return SuperblockWeight.allocate(shape, dtype, allocate, KINDS[self.encoding])
+        layout = InterleavedWeight if self.interleaved else SuperblockWeight
+        return layout.allocate(shape, dtype, allocate, KINDS[self.encoding])
 
     def stored(self, shape: tuple[int, int], rows: slice, columns: slice) -> Mapping[str, StoredPart]:
         block, nbytes = BLOCKS[self.encoding]
@@ -56,7 +60,7 @@ class GGUFFormat:
 
     def place(self, read: Mapping[str, torch.Tensor], weight: QuantizedWeight, rows: slice) -> None:
         blocks = read["weight"]
-        if isinstance(weight, SuperblockWeight):
+        if isinstance(weight, (SuperblockWeight, InterleavedWeight)):
             weight.write(rows, blocks)
             return
         assert isinstance(weight, Fp4Weight)

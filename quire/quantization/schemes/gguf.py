@@ -34,7 +34,8 @@ class GGUFScheme:
     stacks_experts = True
     """Experts are stacked in the file; they are asked for, and read, under the names of Hugging Face's Qwen models."""
 
-    def __init__(self, checkpoint: Iterable[GGUFWeight]) -> None:
+    def __init__(self, checkpoint: Iterable[GGUFWeight], interleaved: bool = False) -> None:
+        """`interleaved`: for a CPU's products, which take matrices, not stacks of experts, in one of `KINDS`."""
         self.disagreements: list[str] = []
         self._formats: dict[str, GGUFFormat] = {}
         encodings: dict[str, str] = {}
@@ -43,13 +44,19 @@ class GGUFScheme:
                 continue
             module = weight.name.removesuffix(".weight")
             encodings[module] = weight.encoding
-            if weight.encoding in BLOCKS and weight.blocks is not None and not _REGROUPED.search(module):
-                self._formats[module] = GGUFFormat(weight.encoding)
+            packs = weight.encoding in BLOCKS and weight.blocks is not None and not _REGROUPED.search(module)
+            if packs and not (interleaved and (weight.encoding not in KINDS or len(weight.shape) > 2)):
+                self._formats[module] = GGUFFormat(weight.encoding, interleaved)
         self._drop_uneven_experts(encodings)
         others = Counter(encoding for module, encoding in encodings.items() if module not in self._formats)
         if others:
             listed = ", ".join(f"{count} in {encoding}" for encoding, count in sorted(others.items()))
             _say(f"tensors of the GGUF file that are dequantized while loading: {listed}")
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no matrix stays packed."""
+        return not self._formats
 
     def format_of(self, module: str) -> GGUFFormat | None:
         """The module's format; None: it is dequantized."""

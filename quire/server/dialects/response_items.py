@@ -11,6 +11,7 @@ from quire.server.dialects.responses_writer import new_item_id
 from quire.server.errors import bad_request, not_found
 from quire.server.protocol.fields import FieldReader
 from quire.server.protocol.responses import ResponseItemList
+from quire.server.stored.tree import StoredItem
 
 LARGEST_PAGE = 100
 DEFAULT_PAGE = 20
@@ -81,7 +82,7 @@ PAGE_QUERY: dict[str, Any] = {
 """Query parameters of every list of items; `include` changes nothing: items are always whole."""
 
 
-def page(items: Sequence[dict[str, Any]], query: Mapping[str, str]) -> ResponseItemList:
+def page(items: Sequence[StoredItem], query: Mapping[str, str]) -> ResponseItemList:
     """The page of items, given oldest first, that a query asks for."""
     given, order, after = query.get("limit", str(DEFAULT_PAGE)), query.get("order", "desc"), query.get("after")
     if not given.isdecimal() or not 1 <= int(given[:9]) <= LARGEST_PAGE:
@@ -91,11 +92,12 @@ def page(items: Sequence[dict[str, Any]], query: Mapping[str, str]) -> ResponseI
     listed = list(items) if order == "asc" else list(reversed(items))
     start = 0
     if after is not None:
-        found = [index for index, item in enumerate(listed) if item["id"] == after]
+        found = [index for index, item in enumerate(listed) if item.id == after]
         if not found:
             raise not_found(f"there is no item {after[:80]!r} to list after", "after")
         start = found[-1] + 1  # a client may send an item back: the last one, so that paging goes on
     shown = listed[start : start + int(given)]
-    ends = (shown[0]["id"], shown[-1]["id"]) if shown else (None, None)
+    ends = (shown[0].id, shown[-1].id) if shown else (None, None)
     has_more = start + len(shown) < len(listed)
-    return ResponseItemList(data=shown, first_id=ends[0], last_id=ends[1], has_more=has_more)
+    data: list[Any] = [item.body for item in shown]
+    return ResponseItemList(data=data, first_id=ends[0], last_id=ends[1], has_more=has_more)

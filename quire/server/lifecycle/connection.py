@@ -129,12 +129,14 @@ class LimitedProtocol(HttpToolsProtocol):
             self.flow.resume_reading()  # uvicorn pauses reading until the first is answered and would miss a disconnect
         if len(self._unanswered) > MAX_PIPELINED:
             self._ignore_further_requests()
+            raise ValueError  # stops the parser: what was received may hold ten thousand more
 
     def on_body(self, body: bytes) -> None:
         self._unframed_bytes = 0
         super().on_body(body)
         if self.flow.read_paused and len(self._open_requests()) > 1:  # this body is not being read yet
             self._ignore_further_requests()
+            raise ValueError  # stops the parser
 
     def on_message_complete(self) -> None:
         if self.parser.should_upgrade():

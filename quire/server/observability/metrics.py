@@ -81,6 +81,16 @@ class RejectionCounter(Protocol):
     def rejected(self) -> Mapping[str, int]: ...
 
 
+class StoreMeter(Protocol):
+    """Measures what is stored; `StoredResponses` does."""
+
+    def measure(self, name: str) -> Mapping[Labels, float]:
+        """The values of one of its metrics."""
+
+
+STORE_METRICS = ("stored_response_bytes", "stored_responses_dropped", "background_responses")
+
+
 class ServerMetrics:
     """Counts requests, and shows them together with the engine's own metrics."""
 
@@ -93,11 +103,13 @@ class ServerMetrics:
         admission: RejectionCounter | None = None,
         replicas: Sequence[tuple[MeasuredReplica, RestartCounter]] = (),
         routing: Callable[[], Sequence[ReplicaLoadStats]] = tuple,
+        stored: StoreMeter | None = None,
     ) -> None:
         """`vllm_names`: show every metric that vLLM has also under vLLM's prefix, for dashboards made for it.
         `replicas`: the engines, if there are several, each with its supervisor; `routing`: the router's estimates."""
         self._llm = llm
         self._admission = admission
+        self._stored = stored
         self._prefixes = (OURS, THEIRS) if vllm_names else (OURS,)
         self._model_name = model_name
         self._engines = [EngineMetrics(llm, llm.config, supervisor)]
@@ -275,6 +287,8 @@ class ServerMetrics:
                 return {(): self._llm.num_resumed}
             case "requests_rejected":
                 return {} if self._admission is None else {(key,): n for key, n in self._admission.rejected.items()}
+        if name in STORE_METRICS:
+            return {} if self._stored is None else dict(self._stored.measure(name))
         return self._counts.get(name, {})
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal, Union
 
 import msgspec
@@ -117,11 +118,14 @@ class ChatMessage(Body):
             return "\n".join(text for text in texts if isinstance(text, str))
         return self.content or ""
 
-    def check_parts(self, fields: FieldReader, where: str) -> None:
-        """Apply the rule for fields to the parts of the content."""
-        if isinstance(self.content, list):
-            for index, part in enumerate(self.content):
-                fields.ignore_keys(part, PART_FIELDS, f"{where}.content[{index}]")
+    def check_parts(self, fields: FieldReader, where: str, template: Callable[[], str]) -> None:
+        """Apply the rule for fields to the parts of the content: the template may read any of them."""
+        if not isinstance(self.content, list):
+            return
+        for index, part in enumerate(self.content):
+            if not part.keys() <= PART_FIELDS:
+                read = frozenset(name for name in part if name in template())
+                fields.ignore_keys(part, PART_FIELDS | read, f"{where}.content[{index}]")
 
 
 class ChatFunction(Body):

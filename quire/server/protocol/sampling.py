@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from quire.errors import short_repr
 from quire.messages.beams import BeamSearchParams
@@ -90,8 +91,8 @@ def _describe(scalar: Scalar) -> msgspec.Meta:
 class StreamOptions(Body):
     """What a stream reports besides text."""
 
-    include_usage: bool | None = None
-    """Usage in a separate last chunk; false: not."""
+    include_usage: bool | UnsetType | None = UNSET
+    """Usage in a separate last chunk; false or null: not."""
     continuous_usage_stats: bool | None = None
     """Usage in every chunk."""
     include_obfuscation: bool | None = None
@@ -223,7 +224,7 @@ class GenerationFields(Body):
 
     @property
     def include_usage(self) -> bool:
-        return self.stream_options is not None and self.stream_options.include_usage is not False
+        return self.stream_options is not None and self.stream_options.include_usage in (True, UNSET)
 
     @property
     def continuous_usage(self) -> bool:

@@ -11,8 +11,8 @@ from msgspec import UNSET, UnsetType
 from quire.output.parsers.deltas import CallArguments, CallEnd, CallStart, Content, Delta, Reasoning, gather
 from quire.server.chat_generation import AnswerPiece, ChatGeneration, is_long, prepare
 from quire.server.context import ServerContext
-from quire.server.http import EventStream, EventTemplate, Exchange, encode
-from quire.server.logprobs import chat_logprobs, prompt_logprobs
+from quire.server.http import EventStream, EventTemplate, Exchange, encode, event_bytes
+from quire.server.logprobs import chat_logprobs, prompt_logprobs, takes_long
 from quire.server.protocol.chat import (
     AnsweredCall,
     AnswerMessage,
@@ -31,7 +31,6 @@ from quire.server.protocol.chat import (
 )
 from quire.server.protocol.common import Usage, request_timings
 from quire.server.protocol.conversation import custom_input
-from quire.server.routes.completions import MANY_DETAILS
 from quire.server.routing import Route
 
 
@@ -70,11 +69,9 @@ class ChatAnswer:
     async def send(self) -> None:
         """Send the whole response."""
         pieces = await self.collect()
-        tokens = (
-            sum(len(piece.sequence.token_ids) for mine in pieces for piece in mine) if self._request.logprobs else 0
-        )
+        tokens = sum(len(piece.sequence.token_ids) for mine in pieces for piece in mine)
         prompt = pieces[0][0].output.prompt_logprobs or ()
-        is_long = tokens * (1 + self._top) + len(prompt) * (1 + (self._request.prompt_logprobs or 0)) > MANY_DETAILS
+        is_long = takes_long(tokens, self._details_each) or takes_long(len(prompt), self._request.prompt_logprobs)
         await self._exchange.reply(await self._exchange.call(is_long, self._whole, pieces))
 
     async def collect(self) -> list[list[AnswerPiece]]:
@@ -163,10 +160,12 @@ class ChatAnswer:
                 if not started[piece.sequence.index]:
                     started[piece.sequence.index] = True
                     await self._open(events, piece, continuous)
-                for chunk in self._chunks(piece):
-                    if continuous:
-                        chunk.usage = generation.counter.usage
-                    await events.send(chunk)
+                usage = generation.counter.usage if continuous else None
+                # All that was generated while a client did not read comes at once.
+                tokens = len(piece.sequence.token_ids) * len(started)
+                is_long = takes_long(tokens, self._details_each)
+                for data in await self._exchange.call(is_long, self._events, piece, usage):
+                    await events.send_bytes(data)
         if last is not None and (request.include_usage or forced or self._wants_timings):
             closing = self._chunk([])
             if request.include_usage or forced:
@@ -211,29 +210,35 @@ class ChatAnswer:
 
         return encoded
 
+    @property
+    def _details_each(self) -> int | None:
+        """Logprobs beside each token's own; None: there are none."""
+        return self._top if self._request.logprobs else None
+
+    def _events(self, piece: AnswerPiece, usage: Usage | None) -> list[bytes]:
+        """A piece as encoded events."""
+        chunks = self._chunks(piece)
+        if usage is not None:
+            for chunk in chunks:
+                chunk.usage = usage
+        return [event_bytes(chunk) for chunk in chunks]
+
     def _chunk(self, choices: list[ChunkChoice]) -> ChatChunk:
         return ChatChunk(self._id, "chat.completion.chunk", self._created, self._model, choices)
 
     def _chunks(self, piece: AnswerPiece) -> list[ChatChunk]:
-        """A piece as chunks, one per delta; logprobs and token ids go with the first."""
+        """A piece as chunks, one per delta; logprobs and token ids go with the first, the end with the last."""
         choice = piece.sequence.index
         deltas = [message for delta in piece.deltas if (message := self._message_delta(choice, delta)) is not None]
         logprobs, tokens = self._details(piece)
-        if not deltas and (logprobs is not None or tokens is not UNSET):
+        if not deltas and (logprobs is not None or tokens is not UNSET or piece.finish_reason is not None):
             deltas.append(ChatMessageDelta(content=""))
         choices = [ChunkChoice(piece.sequence.index, delta, None, None) for delta in deltas]
         if choices:
             choices[0].logprobs, choices[0].token_ids = logprobs, tokens
         if piece.finish_reason is not None:
-            choices.append(
-                ChunkChoice(
-                    piece.sequence.index,
-                    ChatMessageDelta(),
-                    None,
-                    self._finish_reason(piece.finish_reason),
-                    piece.sequence.stop_reason,
-                )
-            )
+            choices[-1].finish_reason = self._finish_reason(piece.finish_reason)
+            choices[-1].stop_reason = piece.sequence.stop_reason
         return [self._chunk([choice]) for choice in choices]
 
     def _message_delta(self, choice: int, delta: Delta) -> ChatMessageDelta | None:

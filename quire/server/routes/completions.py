@@ -14,9 +14,9 @@ from quire.messages.outputs import CompletionOutput, RequestOutput
 from quire.server.context import ServerContext
 from quire.server.errors import bad_request
 from quire.server.generation import GenerationJob, UsageCounter, generate, requested_session, send_directly
-from quire.server.http import EventStream, EventTemplate, Exchange, encode
-from quire.server.logprobs import Position, completion_logprobs, prompt_logprobs
-from quire.server.protocol.common import has_many_prompts, request_timings
+from quire.server.http import EventStream, EventTemplate, Exchange, encode, event_bytes
+from quire.server.logprobs import Position, completion_logprobs, prompt_logprobs, takes_long
+from quire.server.protocol.common import Usage, has_many_prompts, request_timings
 from quire.server.protocol.completions import (
     MAX_TOKENS,
     CompletionChoice,
@@ -26,9 +26,6 @@ from quire.server.protocol.completions import (
 )
 from quire.server.protocol.sampling import beam_search_params, sampling_params
 from quire.server.routing import Route
-
-MANY_DETAILS = 4096
-"""Logprobs: a response with more is written in a thread."""
 
 
 async def create(context: ServerContext, exchange: Exchange) -> None:
@@ -157,13 +154,11 @@ class CompletionAnswer:
     def _has_many_details(self, outputs: Sequence[RequestOutput]) -> bool:
         """Whether logprobs, or the text of a long prompt, take long to write."""
         request = self._request
-        top = max(request.logprobs or 0, request.prompt_logprobs or 0)
-        if request.logprobs is None and request.prompt_logprobs is None and not request.echo:
-            return False
-        sizes = (
-            len(output.prompt_token_ids) + sum(len(each.token_ids) for each in output.outputs) for output in outputs
-        )
-        return sum(sizes) * (1 + top) > MANY_DETAILS
+        tops = [top for top in (request.logprobs, request.prompt_logprobs) if top is not None]
+        tokens = sum(len(each.token_ids) for output in outputs for each in output.outputs)
+        if tops or request.echo:
+            tokens += sum(len(output.prompt_token_ids) for output in outputs)
+        return -1 in tops or takes_long(tokens, max(tops, default=0 if request.echo else None))
 
     def _whole(self, outputs: Sequence[RequestOutput]) -> bytes:
         """The encoded response."""
@@ -197,12 +192,14 @@ class CompletionAnswer:
                     if progress.is_finished or not (sequence.token_ids or sequence.finish_reason):
                         continue
                     progress.is_finished = sequence.finish_reason is not None
-                    is_long = request.echo and not progress.is_started and self._has_many_details([output])
-                    choice = await self._exchange.call(bool(is_long), self._choice, index, output, sequence)
-                    chunk = self._response([choice])
-                    if continuous:
-                        chunk.usage = self._counter.usage
-                    await events.send(chunk)
+                    # All that was generated while a client did not read comes at once.
+                    is_long = takes_long(len(sequence.token_ids) * self._n, request.logprobs)
+                    if not progress.is_started and (request.echo or request.prompt_logprobs is not None):
+                        is_long = self._has_many_details([output])
+                    usage = self._counter.usage if continuous else None
+                    await events.send_bytes(
+                        await self._exchange.call(is_long, self._event, index, output, sequence, usage)
+                    )
         if request.include_usage or forced or self._wants_timings:
             closing = self._response([])
             if request.include_usage or forced:
@@ -223,6 +220,13 @@ class CompletionAnswer:
             return [fill(text)]
 
         send_directly(self._jobs, events, encoded)
+
+    def _event(self, index: int, output: RequestOutput, sequence: CompletionOutput, usage: Usage | None) -> bytes:
+        """New output of a choice as an encoded event."""
+        chunk = self._response([self._choice(index, output, sequence)])
+        if usage is not None:
+            chunk.usage = usage
+        return event_bytes(chunk)
 
     def _count(self, index: int, output: RequestOutput) -> None:
         self._counter.add(index, output)

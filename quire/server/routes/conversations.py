@@ -82,10 +82,10 @@ async def retrieve_item(context: ServerContext, exchange: Exchange) -> None:
     """Retrieve an item of a conversation."""
     items = await _call(context, context.stored.store.conversation_items, exchange, _name(exchange))
     wanted = exchange.path_params["item_id"]
-    found = next((item for item in items if item["id"] == wanted), None)
+    found = next((item for item in items if item.id == wanted), None)
     if found is None:
         raise not_found(f"the conversation has no item {wanted[:80]!r}", "item_id")
-    await exchange.reply(found)
+    await exchange.reply(found.body)
 
 
 async def delete_item(context: ServerContext, exchange: Exchange) -> None:

@@ -43,7 +43,7 @@ async def _send(exchange: Exchange, answer: ResponseAnswer) -> None:
     async with aclosing(answer.events()) as batches:
         async for _ in batches:
             pass
-    await exchange.reply(answer.writer.response)
+    await exchange.reply(await exchange.call(answer.is_long, encode, answer.writer.response))
 
 
 async def _stream(exchange: Exchange, answer: ResponseAnswer) -> None:
@@ -55,7 +55,7 @@ async def _stream(exchange: Exchange, answer: ResponseAnswer) -> None:
     exchange.error_event = failure
     async with aclosing(answer.events()) as batches:
         async for events in batches:
-            await stream.send_bytes(_encoded(events))
+            await stream.send_bytes(await exchange.call(answer.is_long, _encoded, events))
     await stream.close(b"")
 
 

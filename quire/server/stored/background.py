@@ -16,7 +16,7 @@ from quire.errors import QuireError, StoreError
 from quire.server.errors import ApiError, as_api_error, retry_text, unavailable
 from quire.server.http import named_event
 from quire.server.protocol.response_events import ResponseEvent
-from quire.server.stored.store import ResponseStore, as_stored_error
+from quire.server.stored.store import ResponseStore, StoredTurn, as_stored_error
 from quire.server.stored.tree import StoreBounds
 
 if TYPE_CHECKING:
@@ -114,8 +114,7 @@ class BackgroundJob:
 
     async def _run(self) -> None:
         try:
-            queued = self.answer.turn.record(self.answer.writer.response)
-            await self._store.run(self._store.begin, queued)
+            await self._store.run(lambda: self._store.begin(self._record()))
             self.stored.set_result(None)
             await self._generate()
         except asyncio.CancelledError:
@@ -149,16 +148,19 @@ class BackgroundJob:
             await asyncio.sleep(RETRY_SECONDS)
 
     async def _update(self) -> None:
-        record = self.answer.turn.record(self.answer.writer.response)
         with contextlib.suppress(StoreError):
-            await self._store.run(self._store.update, self.owner, self.response_id, record.body)
+            await self._store.run(lambda: self._store.update(self._record()))
+
+    def _record(self) -> StoredTurn:
+        """What the store keeps of it; encoded in the store's thread, while nothing is generated."""
+        return self.answer.turn.record(self.answer.writer.response)
 
     async def _keep_as_it_is(self, why: ApiError | None) -> None:
         """Store a response that was cancelled, or has failed, with the output it has."""
         writer = self.answer.writer
         events = writer.cancel() + ([] if why is None else writer.fail(why))
         try:
-            await self._store.run(self._store.end, self.answer.turn.record(writer.response))
+            await self._store.run(lambda: self._store.end(self._record()))
         except StoreError as error:
             logger.error("response %s ended, and that could not be stored: %s", self.response_id, error)
         self.note(events)
@@ -259,6 +261,17 @@ class StoredResponses:
             await asyncio.gather(self._cleaning, return_exceptions=True)
         await asyncio.to_thread(self.store.close)
 
+    def measure(self, name: str) -> dict[tuple[str, ...], float]:
+        """The values of one of the metrics of what is stored."""
+        match name:
+            case "stored_response_bytes":
+                return {(): self.store.total_bytes}
+            case "stored_responses_dropped":
+                return {(reason,): count for reason, count in self.store.removed.items()}
+            case "background_responses":
+                return {(): len(self.background.running)}
+        return {}
+
     async def call(self, method: Callable[..., T], *arguments: Any) -> T:
         """Call a method of the store. What is wrong with the store becomes a response."""
         try:
@@ -275,6 +288,7 @@ class StoredResponses:
             self._has_work.clear()
             with contextlib.suppress(StoreError):
                 await self.store.run(lambda: None)  # every call removes what has expired
+            await self.store.tidy()
             self.background.forget_old()
             while self._unneeded:
                 key = self._unneeded.pop()

@@ -9,6 +9,7 @@ its transaction ends. Otherwise it is in memory. Its methods wait for the disk, 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import sqlite3
@@ -25,7 +26,7 @@ import msgspec
 from quire.errors import StoreError, StoreFullError, StoreUnavailableError
 from quire.kvcache.offload.disk.files import make_private, open_own, unavailable
 from quire.server.errors import ApiError, bad_request, not_found
-from quire.server.stored.tree import ITEM_BYTES, SCHEMA, Item, ItemTree, StoreBounds
+from quire.server.stored.tree import ITEM_BYTES, SCHEMA, Item, ItemTree, StoreBounds, StoredItem
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +48,7 @@ class StoreOverflowError(StoreError):
 class StoredContext:
     """What a request goes on from: nothing, a response, or a conversation."""
 
-    items: list[Item] = field(default_factory=list)
+    bodies: list[msgspec.Raw] = field(default_factory=list)
     node: int | None = None
     session: str = ""
     """The key of the session whose tokens these items became; empty: none."""
@@ -56,6 +57,11 @@ class StoredContext:
     bytes: int = 0
     """About as many as the items have."""
     conversation: str | None = None
+
+    @property
+    def items(self) -> list[Item]:
+        """Its items, decoded: there may be many."""
+        return [msgspec.json.decode(body) for body in self.bodies]
 
 
 @dataclass(frozen=True)
@@ -91,6 +97,10 @@ class ResponseStore:
         self._tree = ItemTree(self._db, bounds, clock)
         self._thread = ThreadPoolExecutor(1, "quire-responses")
         self._dropped: list[str] = []
+        self.removed = dict(self._tree.removed)
+        """Responses and conversations removed so far, by reason."""
+        self.total_bytes = 0
+        """Of all owners."""
         self.transact(self._end_interrupted)
         self.report_dropped()
 
@@ -115,16 +125,25 @@ class ResponseStore:
 
     def _commit(self, method: Callable[..., T], *arguments: Any) -> T:
         self._tree.dropped = []
+        self._tree.removed = dict(self.removed)
         with self._db:
             self._db.execute("BEGIN IMMEDIATE")
             result = method(*arguments)
+            size = self._tree.size("*")
         self._dropped += self._tree.dropped
+        self.removed, self.total_bytes = self._tree.removed, size
         return result
 
     def report_dropped(self) -> None:
         """Pass on the sessions that are not needed any more."""
         while self._dropped:
             self._on_drop(self._dropped.pop())
+
+    async def tidy(self) -> None:
+        """Empty SQLite's log: what was deleted is then in no file any more."""
+        with contextlib.suppress(sqlite3.Error):
+            checkpoint = "PRAGMA wal_checkpoint(TRUNCATE)"
+            await asyncio.get_running_loop().run_in_executor(self._thread, self._db.execute, checkpoint)
 
     def close(self) -> None:
         """End the thread and close the file."""
@@ -153,13 +172,13 @@ class ResponseStore:
                 "previous_response_id",
             )
         self._tree.touch("nodes", node)
-        items = [item for _, item in self._tree.context(node)]
-        return StoredContext(items, node, *self._tree.latest_session(node), self._tree.path_bytes(node))
+        bodies = [item.body for item in self._tree.context(node)]
+        return StoredContext(bodies, node, *self._tree.latest_session(node), self._tree.path_bytes(node))
 
-    def input_items(self, owner: str, name: str) -> list[Item]:
+    def input_items(self, owner: str, name: str) -> list[StoredItem]:
         """All items that the response was generated from, oldest first."""
         node, _ = self._response_node(owner, name)
-        return [item for _, item in self._tree.context(node, but_output_of=node)]
+        return self._tree.context(node, but_output_of=node)
 
     def delete_response(self, owner: str, name: str) -> None:
         """Delete a response. Responses that follow it keep its items in their context."""
@@ -178,9 +197,10 @@ class ResponseStore:
         if not self._tree.shrink(turn.owner, node):
             raise _overflow(self._tree.bounds)
 
-    def update(self, owner: str, name: str, body: bytes) -> None:
-        """Change a response that is not finished, if it was not deleted."""
-        self._db.execute("UPDATE nodes SET body = ? WHERE owner = ? AND response = ?", (body, owner, name))
+    def update(self, turn: StoredTurn) -> None:
+        """Store how far a response stored by `begin` is, if it was not deleted."""
+        changed = (turn.body, turn.owner, turn.response)
+        self._db.execute("UPDATE nodes SET body = ? WHERE owner = ? AND response = ?", changed)
 
     def finish(self, turn: StoredTurn) -> None:
         """Store the end of a response that was stored by `begin`, if it was not deleted."""
@@ -297,14 +317,14 @@ class ResponseStore:
         """What a response in the conversation goes on from."""
         key, head, _, _ = self._conversation(owner, name, "conversation")
         self._tree.touch("conversations", key)
-        items = [item for _, item in self._visible(key, head)]
-        return StoredContext(items, head, *self._tree.latest_session(head), self._tree.path_bytes(head), name)
+        bodies = [item.body for item in self._visible(key, head)]
+        return StoredContext(bodies, head, *self._tree.latest_session(head), self._tree.path_bytes(head), name)
 
-    def conversation_items(self, owner: str, name: str) -> list[Item]:
+    def conversation_items(self, owner: str, name: str) -> list[StoredItem]:
         """Its items, oldest first."""
         key, head, _, _ = self._conversation(owner, name)
         self._tree.touch("conversations", key)
-        return [item for _, item in self._visible(key, head)]
+        return self._visible(key, head)
 
     def add_items(self, owner: str, name: str, items: Sequence[Item]) -> None:
         """Add items to a conversation."""
@@ -317,7 +337,7 @@ class ResponseStore:
     def delete_item(self, owner: str, name: str, item_id: str) -> None:
         """Delete an item of a conversation. A response that has it keeps it."""
         key, head, _, _ = self._conversation(owner, name)
-        item = next((item for item, shown in self._visible(key, head) if shown["id"] == item_id), None)
+        item = next((item.key for item in self._visible(key, head) if item.id == item_id), None)
         if item is None:
             raise not_found(f"the conversation has no item {item_id[:80]!r}", "item_id")
         (node,) = self._db.execute("SELECT node FROM items WHERE key = ?", (item,)).fetchone()
@@ -326,9 +346,9 @@ class ResponseStore:
         else:
             self._tree.remove_item(item)
 
-    def _visible(self, key: int, head: int | None) -> list[tuple[int, Item]]:
+    def _visible(self, key: int, head: int | None) -> list[StoredItem]:
         hidden = {item for (item,) in self._db.execute("SELECT item FROM hidden WHERE conversation = ?", (key,))}
-        return [(item, shown) for item, shown in self._tree.context(head) if item not in hidden]
+        return [item for item in self._tree.context(head) if item.key not in hidden]
 
     def _move_head(self, key: int, before: int | None, node: int) -> None:
         used = self._tree.clock()

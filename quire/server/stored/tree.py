@@ -18,7 +18,7 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -41,8 +41,9 @@ CREATE TABLE IF NOT EXISTS nodes (
 );
 CREATE UNIQUE INDEX IF NOT EXISTS nodes_by_response ON nodes (owner, response) WHERE response IS NOT NULL;
 CREATE INDEX IF NOT EXISTS nodes_by_parent ON nodes (parent);
-CREATE INDEX IF NOT EXISTS nodes_by_owner ON nodes (owner, used);
-CREATE INDEX IF NOT EXISTS nodes_by_use ON nodes (used);
+CREATE INDEX IF NOT EXISTS responses_by_owner ON nodes (owner, used) WHERE response IS NOT NULL;
+CREATE INDEX IF NOT EXISTS responses_by_use ON nodes (used) WHERE response IS NOT NULL;
+CREATE INDEX IF NOT EXISTS busy_nodes ON nodes (key) WHERE is_busy;
 CREATE TABLE IF NOT EXISTS sizes (owner TEXT PRIMARY KEY, bytes INTEGER NOT NULL) WITHOUT ROWID;
 CREATE TRIGGER IF NOT EXISTS node_added AFTER INSERT ON nodes BEGIN
     INSERT INTO sizes VALUES (new.owner, new.bytes), ('*', new.bytes)
@@ -67,6 +68,7 @@ CREATE TABLE IF NOT EXISTS conversations (
 );
 CREATE INDEX IF NOT EXISTS conversations_by_head ON conversations (head);
 CREATE INDEX IF NOT EXISTS conversations_by_use ON conversations (used);
+CREATE INDEX IF NOT EXISTS conversations_by_owner ON conversations (owner, used);
 CREATE TABLE IF NOT EXISTS hidden (
     conversation INTEGER NOT NULL, item INTEGER NOT NULL, PRIMARY KEY (conversation, item)
 ) WITHOUT ROWID;
@@ -102,6 +104,14 @@ class StoreBounds:
     """Seconds since the last use."""
 
 
+class StoredItem(NamedTuple):
+    """An item as it is read: encoded, since a context may have many."""
+
+    key: int
+    id: str
+    body: msgspec.Raw
+
+
 class ItemTree:
     """All nodes of a database. Every change belongs to the transaction of its caller."""
 
@@ -111,6 +121,8 @@ class ItemTree:
         self.clock = clock
         self.dropped: list[str] = []
         """Keys of sessions that nothing refers to any more."""
+        self.removed = {"size": 0, "age": 0}
+        """Responses and conversations that were removed because of a bound, and those that expired."""
         self._swept = 0.0
 
     # Nodes
@@ -150,19 +162,19 @@ class ItemTree:
         """Whether the node is still there; None, the beginning of every conversation, always is."""
         return node is None or self.db.execute("SELECT 1 FROM nodes WHERE key = ?", (node,)).fetchone() is not None
 
-    def context(self, node: int | None, *, but_output_of: int | None = None) -> list[tuple[int, Item]]:
-        """Every item from the root to a node, each with its key; without the output of the node `but_output_of`."""
+    def context(self, node: int | None, *, but_output_of: int | None = None) -> list[StoredItem]:
+        """Every item from the root to a node; without the output of the node `but_output_of`."""
         rows = self.db.execute(
-            _PATH + "SELECT items.key, body FROM path JOIN items ON items.node = path.key "
+            _PATH + "SELECT items.key, id, body FROM path JOIN items ON items.node = path.key "
             "WHERE NOT (is_output AND path.key = ?) ORDER BY depth DESC, items.key",
             (node, -1 if but_output_of is None else but_output_of),
         )
-        return [(key, msgspec.json.decode(body)) for key, body in rows]
+        return [StoredItem(key, name, msgspec.Raw(body)) for key, name, body in rows]
 
-    def output(self, node: int) -> list[Item]:
+    def output(self, node: int) -> list[msgspec.Raw]:
         """The items that were generated."""
         rows = self.db.execute("SELECT body FROM items WHERE node = ? AND is_output ORDER BY key", (node,))
-        return [msgspec.json.decode(body) for (body,) in rows]
+        return [msgspec.Raw(body) for (body,) in rows]
 
     def latest_session(self, node: int | None) -> tuple[str, str]:
         """The session, and the salt, of the nearest node up the tree that has one; empty if none has."""
@@ -241,11 +253,14 @@ class ItemTree:
         """Remove what was not used for as long as `ttl`."""
         self._swept = self.clock()
         oldest = self._swept - self.bounds.ttl
-        for (key,) in self.db.execute("SELECT key FROM conversations WHERE used < ?", (oldest,)).fetchall():
+        conversations = self.db.execute("SELECT key FROM conversations WHERE used < ?", (oldest,)).fetchall()
+        for (key,) in conversations:
             self.forget_conversation(key)
         expired = "SELECT key FROM nodes WHERE used < ? AND response IS NOT NULL AND NOT is_busy"
-        for (key,) in self.db.execute(expired, (oldest,)).fetchall():
+        responses = self.db.execute(expired, (oldest,)).fetchall()
+        for (key,) in responses:
             self.forget_response(key)
+        self.removed["age"] += len(conversations) + len(responses)
 
     def shrink(self, owner: str, keep: int | None = None) -> bool:
         """Remove what the owner has not used for longest until the rest is within the bounds; what the node `keep`
@@ -255,6 +270,7 @@ class ItemTree:
             oldest = "SELECT key FROM conversations WHERE owner = ? AND head IS NOT ? ORDER BY used, key LIMIT 1"
             if (found := self.db.execute(oldest, (owner, but)).fetchone()) is not None:
                 self.forget_conversation(found[0])
+                self.removed["size"] += 1
         for _ in range(self._count("nodes WHERE owner = ? AND response IS NOT NULL", owner) - bounds.responses):
             oldest = (
                 "SELECT key FROM nodes WHERE owner = ? AND response IS NOT NULL AND NOT is_busy AND key != ? "
@@ -262,6 +278,7 @@ class ItemTree:
             )
             if (found := self.db.execute(oldest, (owner, but)).fetchone()) is not None:
                 self.forget_response(found[0])
+                self.removed["size"] += 1
         while (is_over := self.size(owner) > bounds.bytes) and self._drop_oldest("owner = ?", owner, but):
             pass
         while self.size("*") > TOTAL_SHARES * bounds.bytes and self._drop_oldest("? = '*'", "*", but):
@@ -280,7 +297,8 @@ class ItemTree:
     def _drop_oldest(self, whose: str, owner: str, but: int) -> bool:
         """Remove the end of a conversation that was not used for longest, which frees bytes. False: there is none."""
         found = self.db.execute(
-            f"SELECT used, 0, key FROM nodes WHERE {whose} AND NOT is_busy AND key != ? AND {_IS_LEAF} "
+            f"SELECT used, 0, key FROM nodes WHERE {whose} AND response IS NOT NULL AND NOT is_busy AND key != ? "
+            f"AND {_IS_LEAF} "
             f"UNION ALL SELECT used, 1, key FROM conversations WHERE {whose} AND head IS NOT NULL AND head != ? "
             "ORDER BY used, key LIMIT 1",
             (owner, but, owner, but),
@@ -288,4 +306,5 @@ class ItemTree:
         if found is None:
             return False
         (self.forget_conversation if found[1] else self.forget_response)(found[2])
+        self.removed["size"] += 1
         return True

@@ -33,7 +33,7 @@ from quire.server.errors import ApiError, bad_request
 from quire.server.generation import SESSION_HEADER
 from quire.server.http import Exchange
 from quire.server.lifecycle.answer_watch import answer_or_reason
-from quire.server.logprobs import chat_logprobs
+from quire.server.logprobs import chat_logprobs, takes_long
 from quire.server.protocol.chat import TokenLogprob
 from quire.server.protocol.response_events import ResponseEvent
 from quire.server.protocol.responses import ResponsesRequest
@@ -186,6 +186,8 @@ class ResponseAnswer:
         self._context = context
         self._request = request
         self._generation = generation
+        self.is_long = False
+        """Whether the last events have so many logprobs, or so much text, that they take long to write."""
 
     async def events(self) -> AsyncGenerator[list[ResponseEvent], None]:
         """Events as the response is generated. When the last ones come, the response is stored."""
@@ -195,7 +197,13 @@ class ResponseAnswer:
                 async for piece in pieces:
                     events = writer.start() if is_first else []
                     is_first = False
-                    events += writer.write(piece.deltas, self._logprobs(piece))
+                    self.is_long = takes_long(len(piece.sequence.token_ids), self._logprobs_each)
+                    logprobs = (
+                        await self._context.limits.work.run(self._logprobs, piece, tenant=self.turn.owner)
+                        if self.is_long
+                        else self._logprobs(piece)
+                    )
+                    events += writer.write(piece.deltas, logprobs)
                     reason = piece.finish_reason
                     if events:
                         yield events
@@ -203,6 +211,7 @@ class ResponseAnswer:
         finally:
             if not is_over:
                 self._drop_session()  # the client may have left after the last token
+        self.is_long = takes_long(self._generation.counter.completion, self._logprobs_each)
         last = writer.finish(reason, self._generation.counter.usage)
         if self.turn.is_kept:
             await asyncio.shield(keeping := asyncio.ensure_future(self._keep()))
@@ -214,9 +223,9 @@ class ResponseAnswer:
         """Store the response, and save its KV. False: it is not stored, and the client did not ask for it."""
         turn, context, branch = self.turn, self._context, self._branch
         store, session = context.stored.store, branch.key if branch is not None and branch.has_session else ""
+        add = store.finish if self._request.background else store.add
         try:
-            record = turn.record(self.writer.response, session)
-            await store.run(store.finish if self._request.background else store.add, record)
+            await store.run(lambda: add(turn.record(self.writer.response, session)))
         except StoreError as error:
             self._drop_session()
             if self._request.store or self._request.background or turn.context.conversation is not None:
@@ -233,6 +242,10 @@ class ResponseAnswer:
     def _drop_session(self) -> None:
         if self._branch is not None:
             self._branch.undo(self._context.llm)
+
+    @property
+    def _logprobs_each(self) -> int | None:
+        return (self._request.top_logprobs or 0) if self._request.wants_logprobs else None
 
     def _logprobs(self, piece: AnswerPiece) -> list[TokenLogprob]:
         sequence, request = piece.sequence, self._request

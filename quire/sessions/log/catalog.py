@@ -58,6 +58,8 @@ class Tombstone(NamedTuple):
 class FileUsage:
     """What one file of the log holds."""
 
+    alone: frozenset[int]
+    """The set of its number."""
     live: int = 0
     """Bytes of frames that are not garbage."""
     sessions: set[int] = field(default_factory=set)
@@ -77,8 +79,8 @@ class Catalog:
         self.live = 0
         """Bytes of frames that are not garbage."""
         self.tombstones: dict[int, Tombstone] = {}
-        self._files_of: dict[int, set[int]] = {}
-        """Files with any frame of a session."""
+        self._files_of: dict[int, frozenset[int]] = {}
+        """Files with any frame of a session. Most have one, and share the set of it: deleted ones are kept too."""
         self._order: list[int] = []
         self._order_of: dict[str, list[int]] = {}
         """Ids in order of creation, by owner."""
@@ -229,18 +231,20 @@ class Catalog:
 
     def mention(self, number: int, file: int) -> None:
         """The file has a frame of the session."""
-        self._files_of.setdefault(number, set()).add(file)
-        self._usage_of(file).mentioned.add(number)
+        usage = self._usage_of(file)
+        before = self._files_of.get(number)
+        if before is None or file not in before:
+            self._files_of[number] = usage.alone if before is None else before | usage.alone
+        usage.mentioned.add(number)
 
     def forget_file(self, number: int) -> None:
         """The file was removed."""
         usage = self.usage.pop(number)
         self.live -= usage.live
         for session in usage.mentioned:
-            files = self._files_of[session]
-            files.discard(number)
-            if not files:
-                del self._files_of[session]
+            files = self._files_of.pop(session) - {number}
+            if files:
+                self._files_of[session] = files
             if (tombstone := self.tombstones.get(session)) is not None and not files - {tombstone.address.file}:
                 self._drop_tombstone(session)
 
@@ -248,7 +252,7 @@ class Catalog:
         """What the file holds; created empty if needed."""
         usage = self.usage.get(number)
         if usage is None:
-            usage = self.usage[number] = FileUsage()
+            usage = self.usage[number] = FileUsage(frozenset((number,)))
         return usage
 
     def _add_live(self, file: int, size: int) -> None:

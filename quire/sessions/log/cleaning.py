@@ -53,7 +53,7 @@ class Cleaner:
         return self._log.size < before
 
     def _choose(self, hard: bool) -> bool:
-        if not hard and self._log.size <= 2 * self._catalog.live + 2 * self._log.file_bytes:
+        if not hard and self._log.size <= 2 * self._catalog.live + 2 * self._log.roll_bytes:
             return False
         files = [f for f in self._log.files.values() if f.number not in (self._log.active, *self._uncleanable)]
         usage = self._catalog.usage

@@ -85,15 +85,6 @@ class ScannedFrame(NamedTuple):
     digest: bytes = b""
 
 
-class FramePlace(NamedTuple):
-    """Where a frame of a session is in its file."""
-
-    kind: FrameKind
-    seq: int
-    offset: int
-    size: int
-
-
 def frame_bytes(payload: int, name: int = 0) -> int:
     """Length of a frame."""
     return 2 * HEAD_BYTES + 2 * name + payload + (-(payload + 2 * name) % 8)
@@ -229,6 +220,8 @@ def read_nonce(path: Path, data: bytes, number: int) -> bytes | None:
 
 CHUNK_ROW = struct.Struct("<QQ16sII")
 """A chunk in an index: number, number of the chunk before, digest, file, offset."""
+SESSION_ROW = struct.Struct("<QQBII")
+"""A frame of a session in an index: the session's number, seq, kind, offset, length."""
 
 
 class FileIndex(msgspec.Struct, array_like=True):
@@ -241,8 +234,8 @@ class FileIndex(msgspec.Struct, array_like=True):
     """Nanoseconds since the epoch."""
     chunks: bytes
     """Rows of CHUNK_ROW."""
-    sessions: dict[int, list[FramePlace]]
-    """For each session, its last STATE in the file and the APPENDs after it, or its DELETE."""
+    sessions: bytes
+    """Rows of SESSION_ROW: every STATE, APPEND and DELETE frame, in order."""
 
 
 Stored = TypeVar("Stored", Summary, FileIndex)

@@ -18,10 +18,10 @@ from quire.sessions.log.format import (
     BODY,
     CHUNK_ROW,
     INDEX_VERSION,
+    SESSION_ROW,
     FileIndex,
     Frame,
     FrameKind,
-    FramePlace,
     ScannedFrame,
     Summary,
     digest_of,
@@ -40,6 +40,7 @@ logger = logging.getLogger(__name__)
 STEP_BYTES = 1 << 20
 """Files grow in such steps: most commits then do not change a file's length, and a full disk is noticed early."""
 
+SHORT_FILE_BYTES = 4 << 20
 SMALLEST_RESERVE_BYTES = 512
 
 
@@ -65,33 +66,30 @@ class LogFile:
         """How many bytes of the file are allocated."""
         self.safe = BODY
         """How many bytes are durable."""
-        self.sessions: dict[int, tuple[int, bool]] = {}
-        """Seq of the last frame of each session in this file, and whether it deleted the session."""
-        self.places: dict[int, list[FramePlace]] = {}
-        """As in its index."""
-        self.chunks = bytearray()
+        self.sessions, self.chunks = bytearray(), bytearray()
         """As in its index."""
         self.is_damaged = False
 
     def record(self, frame: Frame | ScannedFrame, offset: int, size: int) -> None:
         """A frame was added."""
-        kind, number, seq = frame.kind, frame.id, frame.seq
-        assert kind is not None
-        if kind is FrameKind.CHUNK:
+        assert frame.kind is not None
+        if frame.kind is FrameKind.CHUNK:
             digest = frame.digest if isinstance(frame, ScannedFrame) else digest_of(frame.payload)
-            self.chunks += CHUNK_ROW.pack(number, seq, digest, self.number, offset)
-            return
-        if seq >= self.sessions.get(number, (0, False))[0]:
-            self.sessions[number] = seq, kind is FrameKind.DELETE
-        place = FramePlace(kind, seq, offset, size)
-        if kind is FrameKind.APPEND:
-            self.places.setdefault(number, []).append(place)
+            self.chunks += CHUNK_ROW.pack(frame.id, frame.seq, digest, self.number, offset)
         else:
-            self.places[number] = [place]
+            self.sessions += SESSION_ROW.pack(frame.id, frame.seq, frame.kind, offset, size)
+
+    def last_frames(self) -> Iterator[tuple[int, int, bool]]:
+        """Seq of the last frame of each session in this file, and whether it deleted the session."""
+        last: dict[int, tuple[int, bool]] = {}
+        for number, seq, kind, _, _ in SESSION_ROW.iter_unpack(self.sessions):
+            if number not in last or seq >= last[number][0]:
+                last[number] = seq, kind == FrameKind.DELETE
+        return ((number, seq, is_deleted) for number, (seq, is_deleted) in last.items())
 
     def forget_content(self) -> None:
         """The file is in the catalog, and nothing is appended to it any more."""
-        self.sessions, self.places, self.chunks = {}, {}, bytearray()
+        self.sessions, self.chunks = bytearray(), bytearray()
 
 
 class LoadedLog(NamedTuple):
@@ -116,6 +114,9 @@ class SessionLog:
     ) -> None:
         self.folder = folder
         self.file_bytes = file_bytes
+        """Length of a file in a long log…"""
+        self.roll_bytes = min(file_bytes, SHORT_FILE_BYTES)
+        """…and of the newest one: a short log has short files, which are cleaned sooner."""
         self.files: dict[int, LogFile] = {}
         self._active: LogFile | None = None
         self._lock = lock
@@ -315,7 +316,7 @@ class SessionLog:
         # One file and one write: a failed append then leaves nothing behind.
         sizes = [frame_bytes(len(frame.payload), len(frame.name.encode())) for frame in frames]
         file = self._active
-        if file is None or (file.end + sum(sizes) > self.file_bytes and file.end > BODY):
+        if file is None or (file.end + sum(sizes) > self.roll_bytes and file.end > BODY):
             file = self._roll()
         addresses, offset = [], file.end
         for size in sizes:
@@ -343,7 +344,7 @@ class SessionLog:
 
     def _reserve(self, file: LogFile, end: int) -> None:
         """Allocate the file up to `end`, and a step more if the disk has room."""
-        for room in (max(end, min(file.room + STEP_BYTES, self.file_bytes)), end):
+        for room in (max(end, min(file.room + STEP_BYTES, self.roll_bytes)), end):
             try:
                 os.posix_fallocate(file.fd, file.room, room - file.room)
             except OSError:
@@ -357,6 +358,7 @@ class SessionLog:
         """Seal the newest file and start another."""
         if (full := self._active) is not None:
             self._seal(full)
+        self.roll_bytes = min(self.file_bytes, max(SHORT_FILE_BYTES, self.size // 8))
         self._last_number += 1
         number = self._last_number
         path = self._path(number, ".log")
@@ -384,7 +386,7 @@ class SessionLog:
 
     def _write_beside(self, file: LogFile) -> None:
         """Write the summary of a file, and its index unless it is damaged."""
-        sessions = [(number, seq, self.names(number), ended) for number, (seq, ended) in file.sessions.items()]
+        sessions = [(number, seq, self.names(number), ended) for number, seq, ended in file.last_frames()]
         try:
             write_then_rename(file.path.with_suffix(".sum"), encode_beside(Summary(file.nonce, file.end, sessions)))
             if file.is_damaged:
@@ -393,7 +395,7 @@ class SessionLog:
             unique = time.time_ns() - int.from_bytes(os.urandom(4), "little") % 10**9
             os.utime(file.fd, ns=(unique, unique))
             modified = os.fstat(file.fd).st_mtime_ns
-            index = FileIndex(INDEX_VERSION, file.end, modified, bytes(file.chunks), file.places)
+            index = FileIndex(INDEX_VERSION, file.end, modified, bytes(file.chunks), bytes(file.sessions))
             write_then_rename(file.path.with_suffix(".idx"), encode_beside(index))
         except OSError as error:
             # The summary names lost sessions if the file is damaged later; the index saves time when it is opened.
@@ -413,8 +415,7 @@ class SessionLog:
             os.close(fd)
             return None, None
         file = self.files[number] = LogFile(path, number, fd, nonce, end=index.length)
-        file.chunks, file.places = bytearray(index.chunks), index.sessions
-        file.sessions = {session: (seq, ended) for session, seq, _, ended in summary.sessions}
+        file.chunks, file.sessions = bytearray(index.chunks), bytearray(index.sessions)
         return file, index
 
     def _sync_active(self) -> None:

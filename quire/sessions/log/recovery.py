@@ -15,6 +15,9 @@ from quire.sessions.log.format import TIME, FileIndex, Frame, FrameKind, Scanned
 from quire.sessions.log.log import FrameAddress, LoadedLog, LogFile, SessionLog
 from quire.sessions.log.state import CHUNK_TOKENS, SessionState
 
+SESSION_FRAMES = np.dtype([("id", "<u8"), ("seq", "<u8"), ("kind", "u1"), ("offset", "<u4"), ("size", "<u4")])
+"""What SESSION_ROW packs."""
+
 
 class FoundFrame(NamedTuple):
     """A STATE or APPEND frame; `payload` is None while only the file's index was read."""
@@ -104,16 +107,15 @@ class Recovery:
         rows = np.frombuffer(index.chunks, ROW)
         self._chunks.append(rows)
         self._catalog.mark_used(int(rows["id"].max(initial=0)))
-        for number, places in index.sessions.items():
+        for number, seq, kind, offset, size in _latest(np.frombuffer(index.sessions, SESSION_FRAMES)).tolist():
             history = self._histories.setdefault(number, SessionHistory())
-            for kind, seq, offset, size in places:
-                address = FrameAddress(file.number, offset, size)
-                if kind is FrameKind.DELETE:
-                    history.deleted = seq, address
-                elif kind is FrameKind.STATE:
-                    history.states[seq] = FoundFrame(None, address)
-                else:
-                    history.appends[seq] = FoundFrame(None, address)
+            address = FrameAddress(file.number, offset, size)
+            if kind == FrameKind.DELETE:
+                history.deleted = seq, address
+            elif kind == FrameKind.STATE:
+                history.states[seq] = FoundFrame(None, address)
+            else:
+                history.appends[seq] = FoundFrame(None, address)
 
     def finish(self) -> None:
         """Fill the catalog."""
@@ -240,3 +242,14 @@ class Recovery:
                     del frames[seq]
         file = self._log.files[number]
         self._read_frames(file, self._log.scan_file(file))
+
+
+def _latest(rows: np.ndarray) -> np.ndarray:
+    """Of each session's frames in a file, the last STATE or DELETE and what follows it: no others are read."""
+    if not len(rows):
+        return rows
+    rows = rows[np.lexsort((rows["seq"], rows["id"]))]
+    starts = np.flatnonzero(np.append(True, rows["id"][1:] != rows["id"][:-1]))
+    at = np.arange(len(rows))
+    last = np.maximum.reduceat(np.where(rows["kind"] == FrameKind.APPEND, -1, at), starts)
+    return rows[at >= np.repeat(last, np.diff(np.append(starts, len(rows))))]

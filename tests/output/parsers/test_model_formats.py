@@ -213,6 +213,7 @@ WRITERS: dict[str, Callable[[list[Call]], str]] = {
     "seed_oss": lambda calls: functions(calls, "seed:tool_call", ""),
 }
 SAME = {
+    "cohere_command4": "cohere_command3",
     "ernie45": "hermes",
     "glm47": "glm45",
     "granite4": "hermes",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import threading
 import time
@@ -314,6 +315,9 @@ class TestStored:
             ask(client, store=True, **large)
         assert caught.value.status_code == 507
         assert client.responses.retrieve(names[2]).id == names[2], "nothing was dropped for it"
+        page = live.client.get("/metrics").text
+        assert re.search(r'quire:stored_responses_dropped_total\{.*reason="size"\} 1\.0', page)
+        assert re.search(r"quire:stored_response_bytes\{.*\} [1-9]", page)
 
     def test_a_server_that_stores_nothing_says_so(self, serving: Callable[..., Live]) -> None:
         client = serving(max_stored_responses=0).openai()

@@ -286,6 +286,7 @@ _TOOLS = "quire.output.parsers.tools."
 TOOL_PARSERS = {
     "apertus": _TOOLS + "marked_json.ApertusParser",
     "cohere_command3": _TOOLS + "marked_json.CohereCommandParser",
+    "cohere_command4": _TOOLS + "marked_json.CohereCommandParser",
     "deepseek_v3": _TOOLS + "deepseek.DeepSeekV3Parser",
     "deepseek_v31": _TOOLS + "deepseek.DeepSeekV31Parser",
     "deepseek_v32": _TOOLS + "invoke.DeepSeekV32Parser",

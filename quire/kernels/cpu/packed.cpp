@@ -1,0 +1,450 @@
+// y[m, n] = sum over k of x[m, k] * weight[n, k] (+ bias[n]) with the weight in GGUF's few bits and x in 8 bits.
+//
+// Work:  2 * M * N * K integer operations, 128 a step with VNNI.
+// Bytes: those of the weight, 4.5 to 8.5 bits a value, read once from memory; x and y are small in comparison.
+//
+// Layout (kernels/weights/interleaved.py): a strip is 16 rows of the weight side by side, the lanes of a vector. Codes of
+// 4 inputs of each row are a lane of 4 bytes, multiplied with the same 4 codes of x, so no sum crosses lanes. The 8
+// fours of a span of 32 inputs are packed into as many vectors of 64 bytes as a code has bits; vector v has fours v, v +
+// bits, v + 2 * bits, ... at bits 0, bits, 2 * bits, ... of its bytes. Scales lie beside: 16 rows of a group or a block.
+//
+// x is rounded to 8 bits by blocks of 32 inputs, or 256 where the weight's are: code = round(x * 127 / largest). Within a
+// block all sums are exact in int32, scales included (at most 16 * 16 * 63 * 127 * 128 < 2^31); blocks are scaled and
+// added in float32, in order.
+//
+// Bits: a row of x is rounded by itself, and its results are sums in the order of blocks, whatever the batch and the
+// threads.
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <type_traits>
+
+#include "pool.h"
+#include "simd.h"
+
+// How bytes are multiplied: 3: AVX-512 VNNI, 2: AVX-512, 1: AVX2 (its VNNI too, where it is), 0: plain C++.
+#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
+#define QUIRE_DOT 3
+#elif defined(__AVX512BW__)
+#define QUIRE_DOT 2
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+#define QUIRE_DOT 1
+#else
+#define QUIRE_DOT 0
+#endif
+#if QUIRE_DOT
+#include <immintrin.h>
+#endif
+
+namespace {
+
+constexpr int64_t kStrip = 16;                       // rows of the weight
+constexpr int64_t kSpan = 32;                        // inputs that are unpacked at once
+constexpr int64_t kFours = kSpan / 4;
+constexpr int64_t kVector = kStrip * 4;              // bytes
+constexpr int64_t kParts = kStrip / kLanes;          // registers that a strip's vector takes
+constexpr int64_t kTile = 32;                        // rows of x: their sums stay in L1
+constexpr int kAtOnce = kRegisters == 32 ? 8 : 4;    // of them, whose sums are in registers
+constexpr int64_t kPieceBytes = 48 * 1024;           // of weight that a thread takes at a time
+constexpr int64_t kWorthSharing = 512 * 1024;        // multiply-adds: fewer take less time than waking a thread
+constexpr int64_t kWorthRounding = 64 * 1024;        // numbers of x: the same
+constexpr float kSmallest = 1e-30f;                  // a block whose largest number is smaller counts as zeros
+
+typedef uint8_t bytes __attribute__((vector_size(kLanes * 4)));
+typedef F::i ints;
+typedef F::u words;
+
+thread_local Scratch codes_scratch, scales_scratch;
+
+enum class Scales { kNone, kBytes, kNibbles };
+enum class Minimums { kNone, kBlock, kBytes, kNibbles };
+
+// value = d * scale * (code - zero) - m * minimum, or with kBlock: ... + m. The names are GGUF's.
+template <int low, int high, int block, int group, int zero, Scales scales, Minimums minimums>
+struct Kind {
+    static constexpr int kLow = low, kHigh = high, kBlock = block, kGroup = group, kZero = zero;
+    static constexpr Scales kScales = scales;
+    static constexpr Minimums kMinimums = minimums;
+    static constexpr bool has_scale = scales != Scales::kNone;
+    // A sum of codes of x: multiplied with floats, or with integers.
+    using Sum = std::conditional_t<minimums == Minimums::kBlock, float, int32_t>;
+    static constexpr bool has_minimum = minimums == Minimums::kBytes || minimums == Minimums::kNibbles;
+};
+using Q4_0 = Kind<4, 0, 32, 32, 8, Scales::kNone, Minimums::kNone>;
+using Q4_1 = Kind<4, 0, 32, 32, 0, Scales::kNone, Minimums::kBlock>;
+using Q5_0 = Kind<4, 1, 32, 32, 16, Scales::kNone, Minimums::kNone>;
+using Q5_1 = Kind<4, 1, 32, 32, 0, Scales::kNone, Minimums::kBlock>;
+using Q8_0 = Kind<8, 0, 32, 32, 128, Scales::kNone, Minimums::kNone>;
+using Q2_K = Kind<2, 0, 256, 16, 0, Scales::kNibbles, Minimums::kNibbles>;
+using Q3_K = Kind<2, 1, 256, 16, 4, Scales::kBytes, Minimums::kNone>;
+using Q4_K = Kind<4, 0, 256, 32, 0, Scales::kBytes, Minimums::kBytes>;
+using Q5_K = Kind<4, 1, 256, 32, 0, Scales::kBytes, Minimums::kBytes>;
+using Q6_K = Kind<4, 2, 256, 16, 32, Scales::kBytes, Minimums::kNone>;
+
+// Arguments as Python packs them (8 bytes per field). Tensors that a kind does not have are null.
+struct Packed {
+    const uint8_t *codes, *high;
+    const int8_t *scale, *minimum;
+    const uint16_t *d, *m;  // float16
+};
+
+template <class T>
+struct Product {
+    Packed weight;
+    const T *x, *bias;
+    T* y;
+    int64_t rows, n, k, x_stride, y_stride, kind, threads;
+};
+
+template <class T>
+struct Lookup {
+    Packed weight;
+    const int64_t* tokens;
+    T* out;
+    int64_t rows, k, kind, threads;
+};
+
+INLINE float from_half(uint16_t half) {
+#if defined(__F16C__)
+    return _cvtsh_ss(half);
+#else
+    const uint32_t sign = uint32_t(half & 0x8000) << 16, rest = half & 0x7fff;
+    float value;
+    if (rest >= 0x7c00) {  // infinity, or not a number
+        const uint32_t bits = sign | 0x7f800000 | (rest & 0x3ff) << 13;
+        std::memcpy(&value, &bits, 4);
+        return value;
+    }
+    const uint32_t bits = rest << 13;  // as float32 it is 2^112 times too small; denormals become numbers in the product
+    std::memcpy(&value, &bits, 4);
+    value *= 0x1p112f;
+    return sign ? -value : value;
+#endif
+}
+
+INLINE vec load_halves(const uint16_t* p) {
+#if defined(__AVX512F__)
+    return (vec)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
+#elif defined(__F16C__)
+    return (vec)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
+#else
+    vec out;
+    for (int i = 0; i < kLanes; i++) out[i] = from_half(p[i]);
+    return out;
+#endif
+}
+
+template <class B>
+INLINE ints load_small(const B* p) {
+    ints out;
+#if QUIRE_DOT >= 2
+    const __m128i small = _mm_loadu_si128((const __m128i*)p);
+    out = (ints)(std::numeric_limits<B>::is_signed ? _mm512_cvtepi8_epi32(small) : _mm512_cvtepu8_epi32(small));
+#elif QUIRE_DOT == 1
+    const __m128i small = _mm_loadl_epi64((const __m128i*)p);
+    out = (ints)(std::numeric_limits<B>::is_signed ? _mm256_cvtepi8_epi32(small) : _mm256_cvtepu8_epi32(small));
+#else
+    for (int i = 0; i < kLanes; i++) out[i] = p[i];
+#endif
+    return out;
+}
+
+INLINE vec to_floats(ints v) { return __builtin_convertvector(v, vec); }
+
+// sum += four codes (unsigned, of `bits` bits) times four of x, in every lane.
+template <int bits>
+INLINE void dot(ints& sum, bytes codes, const int8_t* x) {
+    int32_t four;
+    std::memcpy(&four, x, 4);
+#if QUIRE_DOT == 3
+    sum = (ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)codes, _mm512_set1_epi32(four));
+#elif QUIRE_DOT == 1 && defined(__AVXVNNI__)
+    sum = (ints)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)codes, _mm256_set1_epi32(four));
+#elif QUIRE_DOT
+    // Two products are added in 16 bits, and would saturate with codes of 8 bits: those are multiplied as two halves.
+    const auto multiply = [&](bytes part) FORCED {
+#if QUIRE_DOT == 2
+        const __m512i pairs = _mm512_maddubs_epi16((__m512i)part, _mm512_set1_epi32(four));
+        return (ints)_mm512_madd_epi16(pairs, _mm512_set1_epi16(1));
+#else
+        const __m256i pairs = _mm256_maddubs_epi16((__m256i)part, _mm256_set1_epi32(four));
+        return (ints)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+#endif
+    };
+    if constexpr (bits < 8) sum += multiply(codes);
+    else sum += multiply(codes & 15) + (multiply((bytes)((words)codes >> 4) & 15) << 4);
+#else
+    const words lanes = (words)codes;
+    for (int i = 0; i < 4; i++) sum += (ints)(lanes >> 8 * i & 255) * int32_t(x[i]);
+#endif
+}
+
+// Fours of `bits` bits from the vectors of a plane; this register's part of them.
+template <int bits>
+INLINE void unpack(const uint8_t* plane, bytes (&fours)[kFours]) {
+    constexpr uint8_t mask = (1 << bits) - 1;
+    UNROLL
+    for (int v = 0; v < bits; v++) {
+        words packed;
+        std::memcpy(&packed, plane + v * kVector, sizeof packed);
+        UNROLL
+        for (int j = 0; j < 8 / bits; j++) fours[v + bits * j] = (bytes)(packed >> bits * j) & mask;
+    }
+}
+
+template <class K>
+INLINE void unpack_span(const uint8_t* codes, const uint8_t* high, bytes (&fours)[kFours]) {
+    unpack<K::kLow>(codes, fours);
+    if constexpr (K::kHigh > 0) {
+        bytes top[kFours];
+        unpack<K::kHigh>(high, top);
+        UNROLL
+        for (int i = 0; i < kFours; i++) fours[i] |= (bytes)((words)top[i] << K::kLow);
+    }
+}
+
+// x in 8 bits: fours of codes [rows / kAtOnce, k / 4, kAtOnce, 4], sums of a group's codes [rows / kAtOnce, k / group,
+// kAtOnce] and scales [rows / kAtOnce, k / block, kAtOnce]: rows that are multiplied at once lie side by side.
+template <class K>
+struct Rounded {
+    int8_t* codes;
+    typename K::Sum* sums;
+    float* scales;
+
+    // Where number i of `count` of a row is.
+    static INLINE int64_t place(int64_t row, int64_t i, int64_t count) {
+        return (row / kAtOnce * count + i) * kAtOnce + row % kAtOnce;
+    }
+};
+
+template <class K, class T>
+void round_row(const T* x, int64_t row, int64_t k, const Rounded<K>& into) {
+    float wide[K::kBlock];
+    for (int64_t b = 0; b < k; b += K::kBlock) {
+        vec most{};
+        bool is_number = true;
+        for (int64_t i = 0; i < K::kBlock; i += kLanes) {
+            const vec v = F::load(x + b + i);
+            F::store(wide + i, v);
+            most = F::max(most, F::max(v, -v));
+        }
+        float largest = 0;
+        for (int i = 0; i < kLanes; i++) largest = most[i] > largest ? most[i] : largest;
+        for (int64_t i = 0; i < K::kBlock; i++) is_number &= wide[i] - wide[i] == 0;
+        const bool is_zero = largest < kSmallest || !is_number;
+        const float inverse = is_zero ? 0 : 127 / largest;
+        // A number that is none makes every result of the row none, as it does in a product of floats.
+        into.scales[Rounded<K>::place(row, b / K::kBlock, k / K::kBlock)] =
+            is_number ? (is_zero ? 0 : largest / 127) : std::numeric_limits<float>::quiet_NaN();
+        int32_t rounded[K::kBlock];
+        for (int64_t i = 0; i < K::kBlock; i++)
+            rounded[i] = is_zero ? 0 : int32_t(__builtin_nearbyintf(wide[i] * inverse));
+        int8_t codes[K::kBlock];
+        for (int64_t i = 0; i < K::kBlock; i++) codes[i] = int8_t(rounded[i]);
+        for (int64_t i = 0; i < K::kBlock; i += 4)
+            std::memcpy(into.codes + 4 * Rounded<K>::place(row, (b + i) / 4, k / 4), codes + i, 4);
+        for (int64_t g = 0; g < K::kBlock / K::kGroup; g++) {
+            int32_t sum = 0;
+            for (int64_t i = 0; i < K::kGroup; i++) sum += rounded[g * K::kGroup + i];
+            into.sums[Rounded<K>::place(row, b / K::kGroup + g, k / K::kGroup)] = sum;
+        }
+    }
+}
+
+// One register's rows of a strip against up to kTile rows of x.
+template <class K, class T>
+struct Tile {
+    static constexpr int64_t kGroups = kSpan / K::kGroup;  // in a span
+    static constexpr int64_t kBlockSpans = K::kBlock / kSpan;
+    static constexpr int kBits = K::kLow + K::kHigh;
+
+    const Product<T>& p;
+    const Rounded<K>& x;
+    int64_t strip, lane;  // which strip, and which of its rows is the first lane
+    int64_t m0, rows;     // of x
+    vec out[kTile];
+    ints totals[kTile], minimums[kTile];
+
+    // What rows of the weight have beside their codes: of a group, and of the block.
+    struct Scaling {
+        ints scale, minimum;
+        vec d, m;
+    };
+
+    // `count` rows of x from m on, group `g` of the weight's rows, whose fours are `fours`.
+    template <int count>
+    INLINE void add_group(int64_t m, int64_t g, const bytes* fours, const Scaling& by) {
+        constexpr int ways = count == 1 ? 4 : 1;  // sums at once: each waits for its last product
+        const float* x_scales = K::has_scale ? nullptr : x.scales + Rounded<K>::place(m0 + m, g, p.k / K::kBlock);
+        ints sums[count][ways] = {};
+        const int8_t* codes = x.codes + 4 * Rounded<K>::place(m0 + m, g * (K::kGroup / 4), p.k / 4);
+        const typename K::Sum* x_sums = x.sums + Rounded<K>::place(m0 + m, g, p.k / K::kGroup);
+        UNROLL
+        for (int i = 0; i < K::kGroup / 4; i++)
+            UNROLL
+            for (int r = 0; r < count; r++)
+                dot<kBits>(sums[r][i % ways], fours[i], codes + (i * kAtOnce + r) * 4);
+        UNROLL
+        for (int r = 0; r < count; r++) {
+            const typename K::Sum sum = x_sums[r];
+            ints total = sums[r][0];
+            if constexpr (ways == 4) total += sums[r][1] + (sums[r][2] + sums[r][3]);
+            if constexpr (K::kZero != 0) total -= K::kZero * sum;
+            if constexpr (K::has_scale) totals[m + r] += total * by.scale;
+            else add_total(m + r, x_scales[r], total, sum, by);
+            if constexpr (K::has_minimum) minimums[m + r] += by.minimum * sum;
+        }
+    }
+
+    // A block's total becomes a number. `sum`: of the codes of x, or of these times minimums.
+    template <class Sum>
+    INLINE void add_total(int64_t m, float x_scale, ints total, Sum sum, const Scaling& by) {
+        vec value = to_floats(total) * by.d;
+        if constexpr (K::kMinimums == Minimums::kBlock) value += by.m * sum;
+        if constexpr (K::has_minimum) value -= by.m * to_floats(sum);
+        out[m] += value * x_scale;
+    }
+
+    INLINE void add_span(int64_t span, Scaling by) {
+        bytes fours[kFours];
+        const int64_t at = strip * (p.k / kSpan) + span;
+        unpack_span<K>(p.weight.codes + at * K::kLow * kVector + lane * 4,
+                       K::kHigh ? p.weight.high + at * K::kHigh * kVector + lane * 4 : nullptr, fours);
+        UNROLL
+        for (int i = 0; i < kGroups; i++) {
+            const int64_t g = span * kGroups + i, place = (strip * (p.k / K::kGroup) + g) * kStrip + lane;
+            if constexpr (K::kScales == Scales::kBytes) by.scale = load_small(p.weight.scale + place);
+            if constexpr (K::kMinimums == Minimums::kBytes) by.minimum = load_small(p.weight.minimum + place);
+            if constexpr (K::kScales == Scales::kNibbles) {
+                const ints both = load_small(reinterpret_cast<const uint8_t*>(p.weight.scale) + place);
+                by.scale = both & 15, by.minimum = both >> 4;
+            }
+            const bytes* own = fours + i * (K::kGroup / 4);
+            int64_t m = 0;
+            for (; m + kAtOnce <= rows; m += kAtOnce) add_group<kAtOnce>(m, g, own, by);
+            for (; m < rows; m++) add_group<1>(m, g, own, by);
+        }
+    }
+
+    INLINE void add_block(int64_t block) {
+        const int64_t place = (strip * (p.k / K::kBlock) + block) * kStrip + lane;
+        Scaling by{{}, {}, load_halves(p.weight.d + place), {}};
+        if constexpr (K::kMinimums != Minimums::kNone) by.m = load_halves(p.weight.m + place);
+        if constexpr (K::has_scale)
+            for (int64_t m = 0; m < rows; m++) totals[m] = ints{}, minimums[m] = ints{};
+        for (int64_t i = 0; i < kBlockSpans; i++) add_span(block * kBlockSpans + i, by);
+        if constexpr (K::has_scale)
+            for (int64_t m = 0; m < rows; m++) {
+                const float x_scale = x.scales[Rounded<K>::place(m0 + m, block, p.k / K::kBlock)];
+                add_total(m, x_scale, totals[m], minimums[m], by);
+            }
+    }
+
+    void run() {
+        for (int64_t m = 0; m < rows; m++) out[m] = vec{};
+        for (int64_t block = 0; block < p.k / K::kBlock; block++) add_block(block);
+        const int64_t n0 = strip * kStrip + lane, left = std::min<int64_t>(kLanes, p.n - n0);
+        if (left <= 0) return;
+        vec bias{};
+        if (p.bias) bias = left == kLanes ? F::load(p.bias + n0) : F::load_part(p.bias + n0, left);
+        for (int64_t m = 0; m < rows; m++) {
+            T* y = p.y + (m0 + m) * p.y_stride + n0;
+            if (left == kLanes) F::store(y, out[m] + bias);
+            else F::store_part(y, out[m] + bias, left);
+        }
+    }
+};
+
+template <class K, class T>
+void product(const Product<T>& p) {
+    const int64_t groups = p.k / K::kGroup, blocks = p.k / K::kBlock;
+    Rounded<K> x;
+    const int64_t padded = (p.rows + kAtOnce - 1) / kAtOnce * kAtOnce;
+    x.codes = reinterpret_cast<int8_t*>(codes_scratch.get(padded * p.k / 4));
+    x.scales = scales_scratch.get(padded * (blocks + groups));
+    x.sums = reinterpret_cast<typename K::Sum*>(x.scales + padded * blocks);
+    const int64_t each = std::max<int64_t>(1, 8192 / p.k);
+    share_items(p.rows, each, p.threads, p.rows * p.k > kWorthRounding, [&](int64_t row) {
+        round_row<K>(p.x + row * p.x_stride, row, p.k, x);
+    });
+    const int64_t strips = (p.n + kStrip - 1) / kStrip, strip_bytes = kStrip * p.k * (K::kLow + K::kHigh) / 8;
+    const int64_t fair = strips / (p.threads * 8), worth = std::max<int64_t>(1, kPieceBytes / strip_bytes);
+    share_items(strips, std::max<int64_t>(1, std::min(fair, worth)), p.threads, p.rows * p.n * p.k > kWorthSharing,
+                [&](int64_t strip) {
+                    for (int64_t m = 0; m < p.rows; m += kTile)
+                        for (int64_t part = 0; part < kParts; part++)
+                            Tile<K, T>{p, x, strip, part * kLanes, m, std::min(kTile, p.rows - m)}.run();
+                });
+}
+
+template <int bits>
+INLINE int code_at(const uint8_t* plane, int64_t input, int64_t lane) {
+    const int64_t span = input / kSpan, four = input % kSpan / 4;
+    const uint8_t byte = plane[(span * bits + four % bits) * kVector + lane * 4 + input % 4];
+    return byte >> (four / bits * bits) & ((1 << bits) - 1);
+}
+
+// Rows of the matrix as numbers: the embedding of tokens.
+template <class K, class T>
+void lookup(const Lookup<T>& c) {
+    const int64_t k = c.k;
+    for (int64_t row = 0; row < c.rows; row++) {
+        const int64_t strip = c.tokens[row] / kStrip, lane = c.tokens[row] % kStrip;
+        const uint8_t* codes = c.weight.codes + strip * (k / kSpan) * K::kLow * kVector;
+        const uint8_t* high = K::kHigh ? c.weight.high + strip * (k / kSpan) * K::kHigh * kVector : nullptr;
+        for (int64_t g = 0; g < k / K::kGroup; g++) {
+            const int64_t block = g * K::kGroup / K::kBlock, place = (strip * (k / K::kGroup) + g) * kStrip + lane;
+            const int64_t where = (strip * (k / K::kBlock) + block) * kStrip + lane;
+            float scale = from_half(c.weight.d[where]), minimum = 0;
+            if constexpr (K::kMinimums == Minimums::kBlock) minimum = -from_half(c.weight.m[where]);
+            if constexpr (K::kScales == Scales::kBytes) scale *= c.weight.scale[place];
+            if constexpr (K::kMinimums == Minimums::kBytes)
+                minimum = from_half(c.weight.m[where]) * c.weight.minimum[place];
+            if constexpr (K::kScales == Scales::kNibbles) {
+                const uint8_t both = uint8_t(c.weight.scale[place]);
+                scale *= both & 15, minimum = from_half(c.weight.m[where]) * (both >> 4);
+            }
+            for (int64_t i = g * K::kGroup; i < (g + 1) * K::kGroup; i++) {
+                int code = code_at<K::kLow>(codes, i, lane);
+                if constexpr (K::kHigh > 0) code |= code_at<K::kHigh>(high, i, lane) << K::kLow;
+                const float value = scale * (code - K::kZero) - minimum;
+                F::store_part(c.out + row * k + i, vec{value}, 1);
+            }
+        }
+    }
+}
+
+// In the order of KINDS (kernels/weights/superblock.py).
+template <class Run>
+void with_kind(int64_t kind, Run run) {
+    switch (kind) {
+        case 0: return run(Q4_0{});
+        case 1: return run(Q4_1{});
+        case 2: return run(Q5_0{});
+        case 3: return run(Q5_1{});
+        case 4: return run(Q8_0{});
+        case 5: return run(Q2_K{});
+        case 6: return run(Q3_K{});
+        case 7: return run(Q4_K{});
+        case 8: return run(Q5_K{});
+        case 9: return run(Q6_K{});
+        default: std::abort();
+    }
+}
+
+template <class T>
+void packed_linear(const Product<T>& p) {
+    with_kind(p.kind, [&](auto kind) { product<decltype(kind)>(p); });
+}
+
+template <class T>
+void packed_embedding(const Lookup<T>& c) {
+    with_kind(c.kind, [&](auto kind) { lookup<decltype(kind)>(c); });
+}
+
+}  // namespace
+
+EXPORT void quire_packed_linear_f32(const Product<float>* call) { packed_linear(*call); }
+EXPORT void quire_packed_linear_bf16(const Product<bf16>* call) { packed_linear(*call); }
+EXPORT void quire_packed_embedding_f32(const Lookup<float>* call) { packed_embedding(*call); }
+EXPORT void quire_packed_embedding_bf16(const Lookup<bf16>* call) { packed_embedding(*call); }
