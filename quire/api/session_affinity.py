@@ -17,7 +17,7 @@ from quire.engine.session_calls import SessionAnswer, SessionOp
 from quire.errors import EngineDeadError, QuireError, ReplicaDownError, SessionNotFoundError
 from quire.sessions.keeper import SessionPage
 from quire.sessions.log import name_of, session_key
-from quire.sessions.log.export import decode_export
+from quire.sessions.log.export import check_length, decode_export
 from quire.sessions.log.state import SessionUse, exists_error, unpack_tokens
 
 if TYPE_CHECKING:
@@ -83,6 +83,7 @@ class SessionAffinity:
                 return await self._create(op.key, op, op.tokens, op.salt)
             case calls.ImportSession():
                 given = decode_export(op.data)
+                check_length(given, self._group.info.max_model_len, "the file")  # before its keys are computed
                 key = session_key(op.tenant, given.name if op.name is None else op.name)
                 return await self._create(key, op, unpack_tokens(given.tokens).tolist(), op.salt)
             case calls.ForkSession():

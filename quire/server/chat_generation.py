@@ -89,7 +89,7 @@ class GeneratedChoice:
         deltas = self._reader.push(text) if text else []
         if self.is_finished:
             deltas = deltas + self._reader.finish()
-        self._count_reasoning(deltas, tokens)
+        self._count_reasoning(deltas, text, tokens)
         return [delta for delta in deltas if self._keeps(delta)]
 
     @property
@@ -97,12 +97,16 @@ class GeneratedChoice:
         """Whether the answer is parsed for tool calls."""
         return self._plan.is_active
 
-    def _count_reasoning(self, deltas: list[Delta], tokens: int) -> None:
+    def _count_reasoning(self, deltas: list[Delta], text: str, tokens: int) -> None:
+        """Count tokens whose text is reasoning. A piece with its end, which has several tokens if they were read late,
+        is divided by characters."""
         kinds = {type(delta) for delta in deltas}
         if self._is_reasoning and kinds <= {Reasoning}:
             self.reasoning_tokens += tokens
-        elif kinds:
+        elif self._is_reasoning and kinds:
             self._is_reasoning = False
+            thought = sum(len(delta.text) for delta in deltas if isinstance(delta, Reasoning))
+            self.reasoning_tokens += min(tokens, round(tokens * thought / max(1, len(text))))
 
     def _keeps(self, delta: Delta) -> bool:
         if isinstance(delta, Reasoning):

@@ -21,7 +21,7 @@ from quire.errors import SessionBusyError, SessionQuotaError, StoreError, Valida
 from quire.kvcache.offload.manager import OffloadManager
 from quire.messages.request import NewRequest, Request
 from quire.sessions.log import Session, SessionStore, name_of
-from quire.sessions.log.export import check_model, check_token_ids, decode_export, exported_bytes
+from quire.sessions.log.export import check_length, check_model, check_token_ids, decode_export, exported_bytes
 from quire.sessions.log.state import SessionUse, check_name, owner_of, unpack_tokens
 from quire.sessions.quota import SessionQuota
 from quire.sessions.session_kv import SessionKV
@@ -216,13 +216,8 @@ class SessionKeeper:
         exported = decode_export(data)
         check_model(exported, self._token_fingerprint, "the file")
         check_token_ids(exported, self._vocab_size, "the file")
+        check_length(exported, self._max_model_len, "the file")
         tokens, name = unpack_tokens(exported.tokens), key(check_name(exported.name))
-        if self._max_model_len is not None and len(tokens) > self._max_model_len:
-            raise ValidationError(
-                f"the file holds a session of {len(tokens)} tokens, and max_model_len is {self._max_model_len}",
-                "path",
-                len(tokens),
-            )
         return self.create(name, tokens, salt=salt, ttl=ttl, meta=exported.meta, durable=durable)  # type: ignore[arg-type]
 
     def suspend(self, name: str) -> SessionInfo:

@@ -11,6 +11,11 @@ import pytest
 
 from quire import LLM, SamplingParams
 from quire.api.fill_in_middle import FillInMiddle
+from quire.messages.outputs import CompletionOutput
+from quire.output.parsers.answer import AnswerReader
+from quire.output.parsers.reasoning import make_reasoning_split
+from quire.output.parsers.toolcalls import ToolPlan
+from quire.server.chat_generation import GeneratedChoice
 from tests.api.test_fill_in_middle import QWEN, with_tokens
 from tests.server.conftest import MODEL, Live
 
@@ -31,6 +36,16 @@ def events(live: Live, path: str, body: dict[str, Any]) -> Iterator[dict[str, An
     for chunk in chunks:
         assert chunk.startswith("data: ")
         yield json.loads(chunk[6:])
+
+
+def test_reasoning_tokens_are_counted_however_late_they_are_read() -> None:
+    text = "<think>abcdefgh</think>xyz"  # a token a character
+    for pieces in ([*text], [text], [text[:12], text[12:]]):
+        choice = GeneratedChoice(AnswerReader(make_reasoning_split("qwen3", "")), ToolPlan([]), True)
+        for place, piece in enumerate(pieces):
+            end = "stop" if place == len(pieces) - 1 else None
+            choice.read(CompletionOutput(0, piece, [7] * len(piece), finish_reason=end))
+        assert 8 <= choice.reasoning_tokens <= len(text) - 3, pieces
 
 
 def parts_of(chunks: list[dict[str, Any]], index: int = 0) -> list[dict[str, Any]]:

@@ -98,6 +98,15 @@ def check_token_ids(exported: ExportedSession, vocab_size: int | None, source: o
         )
 
 
+def check_length(exported: ExportedSession, max_model_len: int | None, source: object) -> None:
+    """Raise if the session is longer than the model's context: it could never have a turn."""
+    length = len(exported.tokens) // 4
+    if max_model_len is not None and length > max_model_len:
+        raise ValidationError(
+            f"{source} holds a session of {length} tokens, and max_model_len is {max_model_len}", "path", length
+        )
+
+
 def read_file(path: str | os.PathLike[str]) -> bytes:
     """The bytes of an export file, unchecked."""
     try:
