@@ -67,11 +67,28 @@ def cpu_seconds(pid: int) -> float:
     return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
 
 
+def front_seconds(pid: int) -> float:
+    """CPU time of a server's front processes: its own, and those it has started besides engines."""
+    fronts = [int(child) for child in _children(pid) if b"quire.server.fronts" in _command(child)]
+    return cpu_seconds(pid) + sum(map(cpu_seconds, fronts))
+
+
+def _children(pid: int) -> list[str]:
+    return [child for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()]
+
+
+def _command(pid: str) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
 @contextmanager
-def null_server(pace: float, model: str) -> Iterator[tuple[str, int, int]]:
-    """Starts a server; yields host, port and process id."""
-    environment = {**os.environ, "NULL_ENGINE_PACE": str(pace)}
-    command = [sys.executable, str(ROOT / "benchmarks" / "null_server.py"), model]
+def null_server(
+    pace: float, model: str, checkout: Path = ROOT, fronts: int = 1, **settings: object
+) -> Iterator[tuple[str, int, int]]:
+    """Starts a server of a checkout with so many fronts; yields host, port and process id. `settings`: the engine's."""
+    environment = {**os.environ, "NULL_ENGINE_PACE": str(pace), "PYTHONPATH": str(checkout)}
+    command = [sys.executable, str(checkout / "benchmarks" / "null_server.py"), model]
+    command += ["0", str(fronts), json.dumps(settings)] if fronts != 1 or settings else []
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stdout is not None
         try:
@@ -88,13 +105,19 @@ class Stream:
     """One streaming request, read as cheaply as Python allows. A connection can be used for several in sequence."""
 
     def __init__(
-        self, host: str, port: int, route: str, max_tokens: int, connection: socket.socket | None = None
+        self,
+        host: str,
+        port: int,
+        route: str,
+        max_tokens: int,
+        connection: socket.socket | None = None,
+        prompt: str = "Once upon a time",
     ) -> None:
         fields: dict[str, object] = {"max_tokens": max_tokens, "ignore_eos": True, "stream": True, "temperature": 0}
         if route == "chat":
-            path, content = "/v1/chat/completions", {"messages": [{"role": "user", "content": "Say something."}]}
+            path, content = "/v1/chat/completions", {"messages": [{"role": "user", "content": prompt}]}
         else:
-            path, content = "/v1/completions", {"prompt": "Once upon a time"}
+            path, content = "/v1/completions", {"prompt": prompt}
         body = json.dumps({**content, **fields}).encode()
         head = f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
         self.events = 0
@@ -147,18 +170,18 @@ def read_all(streams: list[Stream]) -> None:
                     selector.unregister(key.fileobj)
 
 
-def http_load(address: tuple[str, int, int], route: str, streams: int, tokens: int) -> Load:
-    """Many concurrent streams, and the CPU time they cost the server process."""
+def http_load(address: tuple[str, int, int], route: str, streams: int, tokens: int, words: int = 4) -> Load:
+    """Many concurrent streams with prompts of `words` words, and the CPU time they cost the server's fronts."""
     host, port, pid = address
     read_all([Stream(host, port, route, 20) for _ in range(streams)])  # warm-up
-    ran, begin = cpu_seconds(pid), time.perf_counter()
-    opened = [Stream(host, port, route, tokens) for _ in range(streams)]
+    ran, begin = front_seconds(pid), time.perf_counter()
+    opened = [Stream(host, port, route, tokens, prompt=f"{number}" + " word" * words) for number in range(streams)]
     read_all(opened)
     return Load(
         streams * tokens,
         sum(stream.events for stream in opened),
         time.perf_counter() - begin,
-        cpu_seconds(pid) - ran,
+        front_seconds(pid) - ran,
     )
 
 

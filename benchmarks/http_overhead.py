@@ -1,6 +1,9 @@
 """Cost of HTTP: 16 concurrent streams from `quire serve` against `LLM.generate` on the same work, alternating.
 
 python benchmarks/http_overhead.py             # five pairs; the server has two processes, this one reads the streams
+python benchmarks/http_overhead.py --null      # the front alone, without a model: tokens a second of its CPU time
+python benchmarks/http_overhead.py --null --against CHECKOUT      # the same, alternating with another checkout's server
+python benchmarks/http_overhead.py --null --api-server-count 2    # two front processes on one port
 """
 
 from __future__ import annotations
@@ -15,8 +18,10 @@ import subprocess
 import sys
 import time
 import urllib.request
+from pathlib import Path
 
 from async_overhead import check, offline
+from front_overhead import ROOT, Load, http_load, null_server
 from workloads import Work, mixed
 
 from quire import LLM
@@ -115,11 +120,48 @@ def measure(args: argparse.Namespace) -> float:
     return ratio
 
 
+def front_alone(args: argparse.Namespace, checkout: Path, fronts: int) -> Load:
+    """Streams through the real server, whose engine computes nothing and makes `--pace` steps a second."""
+    with null_server(args.pace, args.model, checkout, fronts) as address:
+        return http_load(address, args.route, args.streams, args.output_tokens, args.prompt_words)
+
+
+def measure_front(args: argparse.Namespace) -> int:
+    """Tokens a second of the fronts' CPU time; with `--against`, and the ratio to another checkout's."""
+    rates: list[float] = []
+    ratios: list[float] = []
+    for _ in range(args.pairs):
+        load = front_alone(args, ROOT, args.api_server_count)
+        rates.append(load.tokens_per_cpu_second)
+        print(f"fronts: {args.api_server_count}; {load}", flush=True)
+        if args.against is not None:
+            other = front_alone(args, args.against.resolve(), args.against_api_server_count)
+            ratios.append(rates[-1] / other.tokens_per_cpu_second)
+            print(f"  against: {other}\n  ratio {ratios[-1]:.2f}", flush=True)
+    print(f"median of {len(rates)}: {statistics.median(rates):,.0f} tokens a second per front core")
+    if ratios:
+        print(f"median ratio: {statistics.median(ratios):.2f}")
+    return 0
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--quick", action="store_true", help="tiny sizes: only shows that it runs")
+    null = parser.add_argument_group("the front alone")
+    null.add_argument("--null", action="store_true", help="an engine that computes nothing; only the front is measured")
+    null.add_argument("--model", default="smollm2-135m", help="whose tokenizer and chat template to use")
+    null.add_argument("--route", choices=("chat", "completions"), default="chat")
+    null.add_argument("--streams", type=int, default=64)
+    null.add_argument("--prompt-words", type=int, default=64)
+    null.add_argument("--output-tokens", type=int, default=256)
+    null.add_argument("--pace", type=float, default=50.0, help="tokens per second of each stream; 0: as fast as it can")
+    null.add_argument("--api-server-count", type=int, default=1, help="front processes")
+    null.add_argument("--against", type=Path, help="another checkout, measured in turns with this one")
+    null.add_argument("--against-api-server-count", type=int, default=1, help="its front processes")
     args = parser.parse_args()
+    if args.null:
+        return measure_front(args)
     ratio = measure(args)
     return 0 if args.quick or ratio >= BAR else 1
 

@@ -2,7 +2,8 @@
 
 It replaces the engine process where something else is measured or tested: `AsyncLLM.engine_module =
 "benchmarks.null_engine"`. NULL_ENGINE_PACE is the number of steps per second; unset, there is no pause between steps. A
-request that arrives between two steps starts one, so that its first token does not wait.
+request that arrives between two steps starts one, so that its first token does not wait. `max_num_seqs` is 1,024 unless
+it is set.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ ROWS = 1024
 class WordExecutor(NullExecutor):
     """Yields a word for every sampled token."""
 
-    def __init__(self, words: list[int]) -> None:
-        super().__init__(ROWS)
+    def __init__(self, words: list[int], rows: int) -> None:
+        super().__init__(rows)
         self._words = np.array(words, np.int32)
 
     def submit(self, plan: StepPlan) -> StepResult:
@@ -47,7 +48,7 @@ class WordExecutor(NullExecutor):
 
 
 class PacedCore(EngineCore):
-    """Makes a step when it is due or a request is waiting."""
+    """Makes a step when it is due, or when a request waits that can have a row."""
 
     def __init__(self, scheduler: Scheduler, executor: Executor, steps_per_second: float, front: int) -> None:
         super().__init__(scheduler, executor, log_stats=False)
@@ -57,7 +58,8 @@ class PacedCore(EngineCore):
 
     def step(self) -> StepOutputs:
         left = self._due - time.monotonic()
-        if left > 0 and not self.scheduler.waiting and select.select([self._front], [], [], left)[0]:
+        can_admit = self.scheduler.waiting and self.scheduler.rows.free
+        if left > 0 and not can_admit and select.select([self._front], [], [], left)[0]:
             return StepOutputs()  # the loop reads the new message, and calls again
         self._due = max(self._due, time.monotonic() - self._seconds) + self._seconds
         return super().step()
@@ -65,19 +67,19 @@ class PacedCore(EngineCore):
 
 def make_null_engine(config: EngineConfig, files: ModelFiles, model: ModelConfig) -> tuple[EngineCore, EngineInfo]:
     """An engine whose steps yield words."""
-    begin = time.monotonic()
+    begin, rows = time.monotonic(), config.max_num_seqs or ROWS
     keys = ContentKeys(config.block_size, b"null")
     tables = BlockTables(config.num_gpu_blocks_override or 100_000, config.block_size, config.enable_prefix_caching)
-    scheduler = Scheduler(tables, make_policy(config.scheduling_policy), keys, ROWS, 8192)
+    scheduler = Scheduler(tables, make_policy(config.scheduling_policy), keys, rows, 8192)
     pace = float(os.environ.get("NULL_ENGINE_PACE", "0"))
-    core = PacedCore(scheduler, WordExecutor(_words(files, model)), pace, int(sys.argv[1]))
+    core = PacedCore(scheduler, WordExecutor(_words(files, model), rows), pace, int(sys.argv[1]))
     info = EngineInfo(
         files=files,
         model=model,
         device="null",
         dtype="none",
         max_model_len=config.max_model_len if isinstance(config.max_model_len, int) else model.max_position,
-        max_num_seqs=ROWS,
+        max_num_seqs=rows,
         max_num_batched_tokens=8192,
         block_size=config.block_size,
         num_blocks=tables.pool.capacity,

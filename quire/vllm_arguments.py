@@ -288,7 +288,6 @@ SERVER = _table(
     _only("fingerprint_mode", "full", "hash", "none", instead="quire sends no system_fingerprint"),
     _unset("fingerprint_value", "quire sends no system_fingerprint"),
     _only("sse_keep_alive_interval", 0, instead="quire sends nothing while a stream is idle"),
-    _only("api_server_count", 1, short="-asc"),
     _unset("lora_modules prompt_adapters", _ADAPTERS, "list"),
 )
 """Flags of `quire serve`."""

@@ -17,6 +17,7 @@ from quire.api.compat import check_call, engine_arguments, no_such_method
 from quire.api.engine_group import EngineGroup
 from quire.api.inputs import AnyParams, InputProcessor, PromptType, check_params
 from quire.api.output_stream import OutputStream
+from quire.api.relay import Relay
 from quire.api.replica import Replica
 from quire.api.work_pool import WorkPool
 from quire.config import EngineConfig
@@ -25,8 +26,9 @@ from quire.engine.engine_info import EngineInfo
 from quire.engine.session_calls import SessionAnswer, SessionOp
 from quire.engine.stats import Metric
 from quire.errors import EngineDeadError, ValidationError
+from quire.loading.files import ModelFiles
 from quire.loading.hub import find_model
-from quire.loading.model_config import read_generation_config, read_model_config
+from quire.loading.model_config import ModelConfig, read_generation_config, read_model_config
 from quire.loading.tokenizer import tokenizer_of
 from quire.messages.beams import BeamSearchParams
 from quire.messages.experts import Rebalanced
@@ -36,6 +38,7 @@ from quire.messages.pooling import PoolingParams
 from quire.messages.sampling import RequestOutputKind, SamplingParams
 from quire.output.detokenizer import Vocabulary
 from quire.output.processor import OutputProcessor, TokenTimes
+from quire.output.tracked import TextSink
 from quire.router import Router
 from quire.sessions.log import session_key
 
@@ -72,12 +75,18 @@ class AsyncLLM:
         return cls.from_config(engine_args)
 
     def _open(self, config: EngineConfig, spares_torch: bool = False) -> None:
-        self.config = config
         files = find_model(config)
-        model = read_model_config(files, config.hf_overrides)
+        self._open_model(config, files, read_model_config(files, config.hf_overrides), spares_torch)
+
+    def _make_group(self, files: ModelFiles, model: ModelConfig) -> EngineGroup:
+        """The engines, not started."""
+        return EngineGroup(self.config, files, model, self.engine_module, self._outputs)
+
+    def _open_model(self, config: EngineConfig, files: ModelFiles, model: ModelConfig, spares_torch: bool) -> None:
+        self.config = config
         generation = read_generation_config(files, config)
         self._outputs = OutputProcessor()
-        self._group = EngineGroup(config, files, model, self.engine_module, self._outputs)
+        self._group = self._make_group(files, model)
         self._group.start()
         try:  # the tokenizer is loaded while the engines start
             tokenizer = None if config.skip_tokenizer_init else tokenizer_of(config, files, spares_torch=spares_torch)
@@ -138,11 +147,12 @@ class AsyncLLM:
         tenant: str,
         turn: Turn | None = None,
         shares_id: bool = False,
+        sink: TextSink | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """As `generate`. `turn`: set if the request is a session's turn. `shares_id`: as for `submit`."""
+        """As `generate`. `turn`: set if the request is a session's turn. `shares_id` and `sink`: as for `submit`."""
         if isinstance(sampling_params, PoolingParams):
             check_params(sampling_params, SamplingParams, "sampling_params", ": `encode` returns embeddings")
-        stream = await self.submit(prompt, sampling_params, request_id, priority, tenant, turn, shares_id)
+        stream = await self.submit(prompt, sampling_params, request_id, priority, tenant, turn, shares_id, sink)
         written: list[int] = []
         is_kept = False
         try:
@@ -208,10 +218,12 @@ class AsyncLLM:
         tenant: str,
         turn: Turn | None = None,
         shares_id: bool = False,
+        sink: TextSink | None = None,
     ) -> OutputStream:
         """Check a request and send it to an engine; its outputs are read from the stream, until `leave`. `shares_id`:
         other open requests may have the same id (an HTTP request with several prompts, or a client that repeats
-        ids)."""
+        ids). `sink`: while the reader waits, it takes new text; only for deltas of one sequence without logprobs, and
+        not for turns."""
         self._group.check_hopeful()
         number = next(self._numbers)
         request_id = str(number) if request_id is None else request_id
@@ -220,7 +232,7 @@ class AsyncLLM:
         if request_id in self._streams:
             raise ValidationError(f"request id {request_id!r} is in use", "request_id", request_id)
         params = self.get_default_sampling_params() if params is None else params
-        stream = self._streams[request_id] = OutputStream(request_id, key)
+        stream = self._streams[request_id] = OutputStream(request_id, key, sink)
         begun: Turn | None = None
         try:
             make, arguments = self.inputs.make, (key, prompt, params, time.monotonic(), priority, tenant)
@@ -234,6 +246,8 @@ class AsyncLLM:
             stream.is_streamed = stream.awaits_first = kind is not RequestOutputKind.FINAL_ONLY
             message = ipc.encode(ipc.Add(request))
             self._outputs.add(request, text)
+            if sink is not None:
+                self._outputs.tracked(key).sink = stream
             self._group.submit(stream, request, message)
         except BaseException:
             self._outputs.forget(key)
@@ -383,7 +397,12 @@ class AsyncLLM:
 
     @property
     def num_open_requests(self) -> int:
-        return len(self._streams)
+        return len(self._streams) + len(self._group.relay)
+
+    @property
+    def relay(self) -> Relay:
+        """Requests that other front processes send through this one."""
+        return self._group.relay
 
     # Restart and shutdown
 

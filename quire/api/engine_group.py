@@ -16,6 +16,7 @@ from typing import Any
 
 from quire.api.lockstep_group import LockstepGroup
 from quire.api.output_stream import OutputStream
+from quire.api.relay import Relay
 from quire.api.replica import Replica, run_in_thread
 from quire.api.request_recovery import RequestRecovery
 from quire.api.router_feed import RouterFeed, as_routed
@@ -24,7 +25,7 @@ from quire.config import EngineConfig
 from quire.engine import ipc
 from quire.engine.device_split import replica_config, warn_of_orphans
 from quire.engine.engine_info import EngineInfo
-from quire.engine.remote import RemoteEngine, error_of
+from quire.engine.remote import EngineHandle, RemoteEngine, error_of
 from quire.engine.session_calls import REPEATABLE, SessionAnswer, SessionOp
 from quire.engine.stats import Metric
 from quire.errors import SHUT_DOWN, EngineDeadError
@@ -58,6 +59,8 @@ class EngineGroup:
         self._restarting = asyncio.Lock()
         self.affinity = SessionAffinity(self, config.kv_disk is not None)
         self.recovery = RequestRecovery(self, outputs, config.max_engine_restarts)
+        self.relay = Relay(self, outputs)
+        """Requests of other front processes."""
         self.on_ready: Callable[[], None] = lambda: None
         """Called when a new engine has taken a replica's place."""
         policy = make_routing_policy(config.routing_policy)
@@ -83,7 +86,7 @@ class EngineGroup:
             self.kill()
             raise
 
-    def start_engine(self, number: int) -> RemoteEngine:
+    def start_engine(self, number: int) -> EngineHandle:
         """Start the process of one engine."""
         return RemoteEngine(
             replica_config(self._config, number), self._files, self._model, self._module, number, len(self.replicas),

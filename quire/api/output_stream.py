@@ -11,17 +11,22 @@ import msgspec
 
 from quire.errors import QuireError
 from quire.messages.outputs import CompletionOutput, Output, RequestOutput, StepOutputs
+from quire.output.tracked import TextSink
 
 if TYPE_CHECKING:
     from quire.api.replica import Replica
-    from quire.engine.remote import RemoteEngine
+    from quire.engine.remote import EngineHandle
     from quire.messages.request import NewRequest
 
 
 class OutputStream:
-    """Holds at most one output: a slow reader's unread output is merged with the next."""
+    """Holds at most one output: a slow reader's unread output is merged with the next.
 
-    def __init__(self, request_id: str, key: str) -> None:
+    With a `sink` it is one too: while the reader waits, new text goes to the sink and the reader is not woken.
+    """
+
+    def __init__(self, request_id: str, key: str, sink: TextSink | None = None) -> None:
+        self.sink = sink
         self.request_id = request_id
         """The caller's id of the request."""
         self.key = key
@@ -30,7 +35,7 @@ class OutputStream:
         """The request, once it was sent…"""
         self.replica: Replica | None = None
         """…and where; None: it waits for an engine."""
-        self.engine: RemoteEngine | None = None
+        self.engine: EngineHandle | None = None
         """The engine that it was last sent to."""
         self.is_delta = False
         self.is_aborted = False
@@ -47,7 +52,7 @@ class OutputStream:
         self.is_finished = False
         """The last output has been read."""
         self._output: Output | None = None
-        self._error: QuireError | None = None
+        self._error: Exception | None = None
         self._reader: asyncio.Future[None] | None = None
         """Set when something has come, while the reader waits."""
 
@@ -66,6 +71,24 @@ class OutputStream:
             self._error = error
             self.is_ended = True
             self._wake()
+
+    # As a `TextSink`
+
+    def is_ready(self) -> bool:
+        """Whether the reader waits, with nothing left to read, and the sink takes text."""
+        reader = self._reader
+        return reader is not None and not reader.done() and self.sink is not None and self.sink.is_ready()
+
+    def put_text(self, text: str, tokens: int) -> None:
+        """Pass text on. If the sink fails, the reader gets the error."""
+        assert self.sink is not None
+        try:
+            self.sink.put_text(text, tokens)
+        except Exception as error:
+            self._error = error
+            self._wake()
+
+    # The reader
 
     async def take(self) -> Any:
         """Everything since the last call, as one output; waits until there is something."""

@@ -14,7 +14,7 @@ from quire.api.output_stream import OutputStream, split_outputs
 from quire.api.router_feed import RouterFeed
 from quire.engine import ipc
 from quire.engine.engine_info import EngineInfo
-from quire.engine.remote import RemoteEngine, error_of
+from quire.engine.remote import EngineHandle, error_of
 from quire.engine.session_calls import SessionAnswer, SessionOp
 from quire.engine.stats import Metric
 from quire.errors import SHUT_DOWN, EngineDeadError, QuireError, ReplicaDownError
@@ -34,17 +34,19 @@ DEFERRED_OUTPUTS = 8
 class Replica:
     """A slot for an engine: when the engine dies, a new one can take its place. Requests are known by their keys."""
 
-    def __init__(self, number: int, start: Callable[[], RemoteEngine], outputs: OutputProcessor) -> None:
+    def __init__(self, number: int, start: Callable[[], EngineHandle], outputs: OutputProcessor) -> None:
         """`start` starts a process and does not wait for it."""
         self.number = number
         self.title = ""
         """Its name in errors, if there are several."""
-        self.engine: RemoteEngine
+        self.engine: EngineHandle
         """The current engine, or the last one."""
-        self.starting: RemoteEngine | None = None
+        self.starting: EngineHandle | None = None
         """The engine that is being started."""
         self.streams: dict[str, OutputStream] = {}
         """Requests sent here, by the engine's key."""
+        self.pass_on: Callable[[StepOutputs], None] | None = None
+        """Sends outputs to other front processes, while those have open requests."""
         self.calls: dict[int, asyncio.Future[Any]] = {}
         """Calls to the engine that wait for their reply, by number."""
         self.router_feed: RouterFeed | None = None
@@ -276,6 +278,8 @@ class Replica:
     def _take_outputs(self, outputs: StepOutputs) -> None:
         """Deliver first tokens before those of running streams: users notice the time to first token."""
         self._deliver_deferred()
+        if self.pass_on is not None:
+            self.pass_on(outputs)
         streams = self.streams
         new = {key[0] for key in outputs.keys if (one := streams.get(key[0])) is not None and one.awaits_first}
         if not new or outputs.counts is not None or len(outputs.keys) - len(new) < DEFERRED_OUTPUTS:

@@ -171,6 +171,8 @@ def print_banner(server: ServerContext, url: str) -> None:
 
 def banner_rows(server: ServerContext, url: str) -> list[tuple[str, str]]:
     """Label and value of each line."""
+    from quire.server.fronts.hub import front_count
+
     info = server.llm.info
     several = info.cache_tokens / info.max_model_len
     return [
@@ -179,6 +181,7 @@ def banner_rows(server: ServerContext, url: str) -> list[tuple[str, str]]:
         ("weights", readable_bytes(info.weight_bytes)),
         ("KV cache", f"{readable_bytes(info.kv_bytes)}: {info.cache_tokens:,} tokens, {several:.1f} full contexts"),
         ("per step", f"{info.max_num_seqs:,} requests, {info.max_num_batched_tokens:,} tokens"),
+        *([("fronts", f"{count} processes")] if (count := front_count(server.config)) > 1 else []),
         ("API keys", "required" if server.keys else "none: anyone who can reach the address can use it"),
         ("address", f"{url}/v1" if url.startswith("http") else url),
         ("ready in", f"{info.start_seconds:.1f} s"),

@@ -6,7 +6,7 @@ what arrives is data of the declared types, or an error.
 
 from __future__ import annotations
 
-from typing import Union
+from typing import TYPE_CHECKING, Union
 
 import msgspec
 
@@ -19,6 +19,9 @@ from quire.messages.frames import LARGEST, frame
 from quire.messages.memory_map import MemoryMap
 from quire.messages.outputs import Key, StepOutputs
 from quire.messages.request import NewRequest
+
+if TYPE_CHECKING:
+    from quire.engine.engine_info import EngineInfo
 
 # Down: to the engine
 
@@ -130,6 +133,24 @@ class EngineReady(msgspec.Struct, tag=True):
     start_seconds: float
     key_root: bytes
     """The parent of first blocks' content keys."""
+
+
+def ready_message(info: EngineInfo) -> EngineReady:
+    """A started engine as the message that describes it."""
+    return EngineReady(
+        device=info.device,
+        dtype=info.dtype,
+        max_model_len=info.max_model_len,
+        max_num_seqs=info.max_num_seqs,
+        max_num_batched_tokens=info.max_num_batched_tokens,
+        block_size=info.block_size,
+        num_blocks=info.num_blocks,
+        cache_tokens=info.cache_tokens,
+        weight_bytes=info.weight_bytes,
+        kv_bytes=info.kv_bytes,
+        start_seconds=info.start_seconds,
+        key_root=info.keys.root(),
+    )
 
 
 class Outputs(msgspec.Struct, tag=True):

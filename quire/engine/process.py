@@ -188,22 +188,7 @@ def _start(link: ipc.MessageLink, make: MakeEngine | None) -> EngineCore | None:
             logger.exception("the engine could not be started")
         link.send(refusal("", error))
         return None
-    link.send(
-        ipc.EngineReady(
-            device=info.device,
-            dtype=info.dtype,
-            max_model_len=info.max_model_len,
-            max_num_seqs=info.max_num_seqs,
-            max_num_batched_tokens=info.max_num_batched_tokens,
-            block_size=info.block_size,
-            num_blocks=info.num_blocks,
-            cache_tokens=info.cache_tokens,
-            weight_bytes=info.weight_bytes,
-            kv_bytes=info.kv_bytes,
-            start_seconds=info.start_seconds,
-            key_root=info.keys.root(),
-        )
-    )
+    link.send(ipc.ready_message(info))
     return core
 
 

@@ -15,7 +15,7 @@ import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -38,6 +38,35 @@ KILL_SECONDS = 30.0
 """How long a killed process may take to exit: a driver may hold it for a while. After that it is left to the system."""
 EXIT_STATUS_SECONDS = 2.0
 """How long to wait for the exit status of a process that has closed its socket."""
+
+
+class EngineHandle(Protocol):
+    """An engine as a replica uses it: a `RemoteEngine`, or in a front process the hub's engines."""
+
+    info: EngineInfo
+    death: str
+    on_message: Callable[[ipc.Up], None]
+    on_death: Callable[[str], None]
+
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def kill(self) -> Callable[[], object]: ...
+
+    def wait_until_ready(self) -> None: ...
+
+    def attach(self) -> None: ...
+
+    def send(self, message: ipc.Down | bytes) -> None: ...
+
+    def exit_reason(self, seconds: float) -> str: ...
+
+    def end(self, reason: str) -> None: ...
+
+    def close(self, reason: str) -> None: ...
+
+    def stop(self) -> None: ...
 
 
 class RemoteEngine:
@@ -89,7 +118,7 @@ class RemoteEngine:
     def wait_until_ready(self) -> None:
         """Blocks until the engine is ready; raises the error that kept it from starting."""
         try:
-            self.info = _engine_info(self._receive_ready(), self._files, self._model)
+            self.info = engine_info(self._receive_ready(), self._files, self._model)
         except BaseException:
             self.kill()
             raise
@@ -260,7 +289,8 @@ def error_of(refused: ipc.RequestRefused) -> QuireError:
     return QuireError(f"the engine failed to accept the request: {refused.error}: {refused.message}")
 
 
-def _engine_info(ready: ipc.EngineReady, files: ModelFiles, model: ModelConfig) -> EngineInfo:
+def engine_info(ready: ipc.EngineReady, files: ModelFiles, model: ModelConfig) -> EngineInfo:
+    """The engine that the message describes."""
     fields: dict[str, Any] = msgspec.structs.asdict(ready)
     keys = ContentKeys.rooted(ready.block_size, fields.pop("key_root"))
     return EngineInfo(files=files, model=model, keys=keys, **fields)

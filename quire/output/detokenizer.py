@@ -36,6 +36,8 @@ class Vocabulary:
         self._bytes = _byte_table(tokenizer)
         self._texts: dict[int, str] = {}
         """Texts of single tokens, filled on demand."""
+        self._whole: dict[int, str | None] = {}
+        """The same for `ByteDetokenizer`; None for tokens that are not whole characters."""
         self._windows: dict[bool, dict[int, str]] = {False: {}, True: {}}
         """The same for `WindowDetokenizer`: without and with spaces between special tokens."""
 
@@ -45,7 +47,7 @@ class Vocabulary:
         """A detokenizer for one sequence that continues `prompt`."""
         skipped = self.special if skip_special else frozenset()
         if self._bytes is not None:
-            return ByteDetokenizer(self._bytes, skipped)
+            return ByteDetokenizer(self._bytes, skipped, self._whole)
         texts = self._windows[spaces_between_special]
         return WindowDetokenizer(self.tokenizer, prompt, skipped, spaces_between_special, texts)
 
@@ -66,15 +68,30 @@ class Vocabulary:
 class ByteDetokenizer:
     """For byte-level vocabularies: every token is a run of bytes, so decoding is joining."""
 
-    def __init__(self, table: list[bytes], skipped: frozenset[int]) -> None:
+    def __init__(self, table: list[bytes], skipped: frozenset[int], whole: dict[int, str | None] | None = None) -> None:
+        """`whole`: texts of tokens that are whole characters, which all detokenizers of the table share."""
         self._table = table
         self._skipped = skipped
+        self._whole = {} if whole is None else whole
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._holds_bytes = False
+        """The decoder has bytes of an incomplete character."""
 
     def push(self, tokens: Sequence[int]) -> str:
         table, skipped = self._table, self._skipped
+        if len(tokens) == 1 and not self._holds_bytes:  # nearly every step: most tokens are whole characters
+            token = tokens[0]
+            if token in skipped or token >= len(table):
+                return ""
+            text = self._whole.get(token, "")
+            if text == "":
+                text = self._whole[token] = _as_characters(table[token])
+            if text is not None:
+                return text
         data = b"".join([table[token] for token in tokens if token not in skipped and token < len(table)])
-        return self._decoder.decode(data)
+        text = self._decoder.decode(data)
+        self._holds_bytes = bool(self._decoder.getstate()[0])
+        return text
 
     def flush(self) -> str:
         return self._decoder.decode(b"", final=True)
@@ -140,6 +157,14 @@ class WindowDetokenizer:
             tokens, skip_special_tokens=False, spaces_between_special_tokens=self._spaces
         )
         return text
+
+
+def _as_characters(data: bytes) -> str | None:
+    """Bytes as text; None unless they are whole characters."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return None
 
 
 def _byte_table(tokenizer: Any) -> list[bytes] | None:

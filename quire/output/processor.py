@@ -12,7 +12,7 @@ from quire.messages.plan import PromptLogprobs, TokenLogprobs
 from quire.messages.request import NewRequest
 from quire.messages.sampling import RequestOutputKind
 from quire.output.detokenizer import Vocabulary
-from quire.output.tracked import TrackedPooling, TrackedRequest, TrackedSearch, TrackedSequence
+from quire.output.tracked import TrackedPooling, TrackedRelay, TrackedRequest, TrackedSearch, TrackedSequence
 
 
 class TokenTimes:
@@ -25,16 +25,17 @@ class TokenTimes:
         self.tokens = 0
         self.gaps = Histogram(GAP_BOUNDS)
 
-    def note(self, count: int, now: float, before: float) -> None:
-        """`count` tokens of a sequence came now; the previous one came at `before` (0: these are the first).
+    def note(self, count: int, now: float, before: float, sequences: int = 1) -> None:
+        """`count` tokens of each of these sequences came now; the previous one came at `before` (0: these are the
+        first).
 
         Tokens that come together share the time since then, so that the count and the sum of gaps stay right.
         """
-        self.tokens += count
+        self.tokens += count * sequences
         if before:
-            self.gaps.add((now - before) / count, count)
+            self.gaps.add((now - before) / count, count * sequences)
         elif count > 1:
-            self.gaps.add(0.0, count - 1)
+            self.gaps.add(0.0, (count - 1) * sequences)
 
     def note_whole(self, count: int, seconds: float) -> None:
         """All `count` tokens of a sequence, noted at its end; `seconds`: from its first to its last."""
@@ -60,6 +61,19 @@ class OutputProcessor:
             self._open[request.id] = TrackedSearch(request, request.beams, prompt, self.vocabulary)
         else:
             self._open[request.id] = TrackedRequest(request, prompt, self.vocabulary)
+
+    def add_relayed(self, request: NewRequest) -> None:
+        """Start tracking a request of another front process, which makes its outputs."""
+        self._open[request.id] = TrackedRelay(request)
+
+    def finish_at(self, key: Key, at: int, stop_reason: str) -> Output | None:
+        """End a sequence after its first `at` tokens; returns the request's last output if all have ended."""
+        tracked = self._open.get(key[0])
+        if tracked is None or tracked.sequences[key[1]].finish_reason is not None:
+            return None
+        del tracked.sequences[key[1]].tokens[at:]
+        self._close(tracked, tracked.sequences[key[1]], "stop", stop_reason)
+        return self._next_output(tracked, time.monotonic()) if tracked.open == 0 else None
 
     def continued(self, request_id: str) -> NewRequest:
         """The request as an engine gets it that goes on where another left it: with the tokens it has."""
@@ -96,6 +110,8 @@ class OutputProcessor:
         ends = {end.key: end for end in outputs.finished}
         stops: list[tuple[Key, int, str]] = []
         touched: dict[str, TrackedRequest] = {}
+        gaps: dict[tuple[float, int], int] = {}
+        """Sequences by the time of their previous token and the number of new ones: mostly all have the same."""
         for started in outputs.started:
             tracked = self._open.get(started.key[0])
             if tracked is not None and tracked.num_cached is None and started.key[1] == 0:
@@ -120,8 +136,12 @@ class OutputProcessor:
             if tracked is None or not tokens or tracked.sequences[key[1]].finish_reason is not None:
                 continue
             sequence = tracked.sequences[key[1]]
-            touched[key[0]] = tracked
-            self._note_time(tracked, sequence, len(tokens), now)
+            count = len(tokens)
+            tracked.note_tokens(count, now)
+            if not tracked.is_plain:
+                gap = sequence.last_ts, count
+                gaps[gap] = gaps.get(gap, 0) + 1
+                sequence.last_ts = now
             before = len(sequence.tokens)
             found = sequence.append(tokens, ends.get(key))
             for entry in logprobs[: len(sequence.tokens) - before]:  # none of what follows a stop string
@@ -129,6 +149,12 @@ class OutputProcessor:
             if found is not None:
                 stops.append((key, found[1], found[0]))
                 self._close(tracked, sequence, "stop", found[0])
+            elif (sink := tracked.sink) is not None and key not in ends and sink.is_ready():
+                sink.put_text(*sequence.take_delta())
+                continue
+            touched[key[0]] = tracked
+        for (last, count), sequences in gaps.items():
+            self.times.note(count, now, last, sequences)
         for end in outputs.finished:
             tracked = self._open.get(end.key[0])
             if tracked is not None and tracked.sequences[end.key[1]].finish_reason is None:
@@ -168,9 +194,9 @@ class OutputProcessor:
         """The request's output after this step; None if it has none before the end."""
         if tracked.open == 0:
             del self._open[tracked.request.id]
-            if tracked.is_plain:
+            if tracked.is_plain and not tracked.is_relayed:
                 self._note_plain(tracked, now)
-        elif tracked.request.params.output_kind is RequestOutputKind.FINAL_ONLY:
+        elif tracked.is_relayed or tracked.request.params.output_kind is RequestOutputKind.FINAL_ONLY:
             return None
         return tracked.view()
 
@@ -181,15 +207,6 @@ class OutputProcessor:
         tracked.open -= 1
         metrics = tracked.metrics
         metrics.max_num_generation_tokens = max(metrics.max_num_generation_tokens, len(sequence.tokens))
-
-    def _note_time(self, tracked: TrackedRequest, sequence: TrackedSequence, count: int, now: float) -> None:
-        metrics = tracked.metrics
-        metrics.first_token_ts = metrics.first_token_ts or now
-        metrics.last_token_ts = now
-        metrics.num_generation_tokens += count
-        if not tracked.is_plain:
-            self.times.note(count, now, sequence.last_ts)
-            sequence.last_ts = now
 
     def _note_plain(self, tracked: TrackedRequest, now: float) -> None:
         """Metrics of a plain request, which were not noted token by token."""

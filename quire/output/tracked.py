@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -28,6 +29,18 @@ from quire.messages.request import NewRequest
 from quire.messages.sampling import RequestOutputKind
 from quire.output.beams import sequence_of
 from quire.output.detokenizer import Detokenizer, Vocabulary
+
+
+class TextSink(Protocol):
+    """Takes the new text of a streamed sequence as it comes, so that no output has to be made of it."""
+
+    def is_ready(self) -> bool:
+        """Whether it takes text now; if not, an output is made."""
+        ...
+
+    def put_text(self, text: str, tokens: int) -> None:
+        """Text that `tokens` new tokens have completed; it may be empty."""
+        ...
 
 
 class StopStrings:
@@ -117,6 +130,13 @@ class TrackedSequence:
         self.text = self.text[: found[1]]
         return found[0]
 
+    def take_delta(self) -> tuple[str, int]:
+        """The text that is new since the last call or view, and the number of its tokens."""
+        shown = max(self._given_text, len(self.text) - self._stops.held)
+        text, count = self.text[self._given_text : shown], len(self.tokens) - self._given_tokens
+        self._given_tokens, self._given_text = len(self.tokens), shown
+        return text, count
+
     def _given_logprobs(self, delta: bool) -> list[dict[int, Logprob]] | FlatLogprobs | None:
         if self.logprobs is None:
             return None
@@ -144,11 +164,16 @@ class TrackedSequence:
 class TrackedRequest:
     """A request whose outputs are gathered."""
 
+    is_relayed = False
+    """Whether another front process makes its outputs."""
+
     def __init__(self, request: NewRequest, prompt: str | None, vocabulary: Vocabulary | None) -> None:
         self.request = request
         self.prompt = prompt
         self.sequences = [TrackedSequence(request, index, vocabulary) for index in range(request.params.n)]
         self.open = len(self.sequences)
+        self.sink: TextSink | None = None
+        """Takes the text of a request with one sequence, without logprobs, until it ends."""
         params = request.params
         self.is_plain = (
             params.output_kind is RequestOutputKind.FINAL_ONLY
@@ -162,6 +187,13 @@ class TrackedRequest:
         self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None
         if request.params.prompt_logprobs is not None:
             self.prompt_logprobs = [None] * len(request.prompt)
+
+    def note_tokens(self, count: int, now: float) -> None:
+        """`count` more tokens have come."""
+        metrics = self.metrics
+        metrics.first_token_ts = metrics.first_token_ts or now
+        metrics.last_token_ts = now
+        metrics.num_generation_tokens += count
 
     def continued(self) -> NewRequest:
         """The request with the tokens it has, for an engine that goes on from there."""
@@ -195,6 +227,19 @@ class TrackedRequest:
             num_cached_tokens=self.num_cached,
             error=self.error,
         )
+
+
+class TrackedRelay(TrackedRequest):
+    """A request of another front process: only its tokens are gathered, so that it can go on at another engine."""
+
+    is_relayed = True
+
+    def __init__(self, request: NewRequest) -> None:
+        super().__init__(request, None, None)
+        self.is_plain = True
+        self.prompt_logprobs = None
+        for sequence in self.sequences:
+            sequence.logprobs = None
 
 
 class TrackedPooling(TrackedRequest):

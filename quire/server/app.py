@@ -43,10 +43,7 @@ EXCHANGE = "quire.exchange"
 
 def make_app(context: ServerContext) -> ASGIApp:
     """The application of one server."""
-    names = [*ROUTE_MODULES, "admin"] if context.admin_keys else ROUTE_MODULES
-    routes = [route for name in names for route in import_module(f"quire.server.routes.{name}").ROUTES]
-    if context.config.disable_fastapi_docs:
-        routes = [route for route in routes if route.path != OPENAPI]
+    routes = routes_of(context)
     context.openapi = document(context, routes)
     app: ASGIApp = App(context, routes)
     if context.config.allowed_origins:
@@ -61,6 +58,13 @@ def make_app(context: ServerContext) -> ASGIApp:
     for made in find_middleware(context.config):
         app = made(app) if isinstance(made, type) else BaseHTTPMiddleware(app, dispatch=made)
     return app
+
+
+def routes_of(context: ServerContext) -> list[Route]:
+    """Every route of a server."""
+    names = [*ROUTE_MODULES, "admin"] if context.admin_keys else ROUTE_MODULES
+    routes = [route for name in names for route in import_module(f"quire.server.routes.{name}").ROUTES]
+    return [route for route in routes if not (context.config.disable_fastapi_docs and route.path == OPENAPI)]
 
 
 def find_middleware(config: ServerConfig) -> list[Any]:
@@ -163,7 +167,8 @@ class Endpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope[ROUTE] = self._route.path
-        await self._route.handler(self._context, scope[EXCHANGE])
+        handler = self._context.hub_handler if self._route.is_hubs else None
+        await (handler or self._route.handler)(self._context, scope[EXCHANGE])
 
 
 def _first_part(path: str) -> str:

@@ -11,7 +11,7 @@ An API with another request format converts its request to a `ChatRequest` first
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,8 +28,15 @@ from quire.output.parsers.reasoning import SWITCHES, ThinkSplit, make_reasoning_
 from quire.output.parsers.toolcalls import ToolPlan
 from quire.server.context import ServerContext
 from quire.server.errors import bad_request
-from quire.server.generation import GenerationJob, SessionTurn, UsageCounter, admit, requested_session
-from quire.server.http import Exchange
+from quire.server.generation import (
+    GenerationJob,
+    SessionTurn,
+    UsageCounter,
+    admit,
+    requested_session,
+    send_directly,
+)
+from quire.server.http import EventStream, Exchange
 from quire.server.protocol.chat import ChatRequest
 from quire.server.protocol.conversation import NamedTool
 from quire.server.protocol.sampling import beam_search_params, sampling_params
@@ -70,30 +77,36 @@ class GeneratedChoice:
         """The deltas of new text, and the finish reason if the sequence has ended."""
         reason = sequence.finish_reason
         self.is_finished = reason is not None
+        deltas = self.read_text(sequence.text, len(sequence.token_ids))
         if self._reader is None:
-            return [Content(sequence.text)] if sequence.text else [], reason
-        deltas = self._reader.push(sequence.text) if sequence.text else []
-        if reason is not None:
-            deltas = deltas + self._reader.finish()
-        self._count_reasoning(deltas, sequence)
-        deltas = [delta for delta in deltas if self._keeps(delta)]
+            return deltas, reason
         return deltas, None if reason is None else self._plan.finish_reason(reason, self.calls)
+
+    def read_text(self, text: str, tokens: int) -> list[Delta]:
+        """The deltas of new text, which has this many tokens."""
+        if self._reader is None:
+            return [Content(text)] if text else []
+        deltas = self._reader.push(text) if text else []
+        if self.is_finished:
+            deltas = deltas + self._reader.finish()
+        self._count_reasoning(deltas, text, tokens)
+        return [delta for delta in deltas if self._keeps(delta)]
 
     @property
     def parses_calls(self) -> bool:
         """Whether the answer is parsed for tool calls."""
         return self._plan.is_active
 
-    def _count_reasoning(self, deltas: list[Delta], sequence: CompletionOutput) -> None:
+    def _count_reasoning(self, deltas: list[Delta], text: str, tokens: int) -> None:
         """Count tokens whose text is reasoning. A piece with its end, which has several tokens if they were read late,
         is divided by characters."""
-        kinds, tokens = {type(delta) for delta in deltas}, len(sequence.token_ids)
+        kinds = {type(delta) for delta in deltas}
         if self._is_reasoning and kinds <= {Reasoning}:
             self.reasoning_tokens += tokens
         elif self._is_reasoning and kinds:
             self._is_reasoning = False
             thought = sum(len(delta.text) for delta in deltas if isinstance(delta, Reasoning))
-            self.reasoning_tokens += min(tokens, round(tokens * thought / max(1, len(sequence.text))))
+            self.reasoning_tokens += min(tokens, round(tokens * thought / max(1, len(text))))
 
     def _keeps(self, delta: Delta) -> bool:
         if isinstance(delta, Reasoning):
@@ -152,6 +165,19 @@ class ChatGeneration:
     is_streamed: bool = False
     counter: UsageCounter = field(default_factory=UsageCounter)
 
+    def send_directly(self, events: EventStream, encode: Callable[[list[Delta]], Sequence[bytes]]) -> None:
+        """Where possible, send the events that `encode` makes of new deltas without making pieces of them. The first
+        piece and the last are made in any case."""
+        send_directly([self.job], events, lambda text, tokens: encode(self._read_text(text, tokens)))
+
+    def _read_text(self, text: str, tokens: int) -> list[Delta]:
+        (choice,) = self.choices
+        self.counter.completion += tokens
+        deltas = choice.read_text(text, tokens)
+        if self.splits_reasoning:
+            self.counter.reasoning = choice.reasoning_tokens
+        return deltas
+
     async def pieces(self) -> AsyncGenerator[AnswerPiece, None]:
         """New output, sequence by sequence. Without streaming, each sequence comes in one piece."""
         (request,) = admit(self.context, self.exchange, [self.job])
@@ -169,6 +195,7 @@ class ChatGeneration:
                     if reason is not None:
                         await self._on_finish(choice)
                     yield AnswerPiece(deltas, sequence, output, reason)
+                request.open_sink()
 
     async def _on_finish(self, choice: GeneratedChoice) -> None:
         if choice.parses_calls:

@@ -25,6 +25,10 @@ class ServerConfig:
     host: str = option("127.0.0.1", "Address to listen on; 0.0.0.0 or :: is every interface", "listening")
     port: int = option(8000, "Port to listen on; 0: any free port", "listening")
     uds: str | None = option(None, "Listen on this Unix socket instead of a port", "listening")
+    api_server_count: int = option(
+        1, "Front processes that share the port; each reads requests and writes streams; 0: one for every four cores",
+        "listening",
+    )  # fmt: skip
     root_path: str = option(
         "", "Path prefix under which a proxy exposes the server; paths are served with it and without", "listening"
     )
@@ -216,7 +220,7 @@ class ServerConfig:
             ("max_queued_requests", 0), ("max_queued_tokens", 0), ("max_body_bytes", 1), ("max_open_body_bytes", 1),
             ("max_body_values", 64), ("max_prompt_logprobs", 1), ("max_header_bytes", 256),
             ("max_samples", 1), ("max_prompts", 1), ("port", 0), ("max_stored_responses", 0), ("max_stored_bytes", 1),
-            ("max_background_responses", 0), ("max_log_len", 0),
+            ("max_background_responses", 0), ("max_log_len", 0), ("api_server_count", 0),
         ):  # fmt: skip
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):

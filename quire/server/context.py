@@ -20,8 +20,9 @@ from quire.output.parsers.reasoning import guess_reasoning_parser
 from quire.server.auth import ApiKeys
 from quire.server.config import ServerConfig
 from quire.server.errors import ApiError, bad_request, not_found, unavailable
+from quire.server.fronts.counts import FrontCounts
 from quire.server.http import ClientDisconnectedError, Exchange
-from quire.server.lifecycle.supervisor import supervise
+from quire.server.lifecycle.supervisor import Supervisor, supervise
 from quire.server.limits import (
     BODY_DEPTH,
     BODY_VALUES,
@@ -35,6 +36,7 @@ from quire.server.observability.logs import AccessLog, RequestLog
 from quire.server.observability.metrics import ServerMetrics
 from quire.server.observability.observer import HttpListener, Observer
 from quire.server.observability.tracing import make_traces
+from quire.server.routing import Handler
 from quire.server.stored.background import StoredResponses
 from quire.server.tool_prompts import ToolPrompts
 
@@ -49,7 +51,16 @@ STALL_CHECK_SECONDS = 5.0
 class ServerContext:
     """An engine, its settings and the server's state. One per process, made before the event loop runs."""
 
-    def __init__(self, llm: AsyncLLM, config: ServerConfig) -> None:
+    def __init__(
+        self,
+        llm: AsyncLLM,
+        config: ServerConfig,
+        counts: FrontCounts | None = None,
+        supervisor: Supervisor | None = None,
+        hub_handler: Handler | None = None,
+    ) -> None:
+        """`counts`: of all fronts, if there are several. In a front that is not the hub, `supervisor` reports the
+        hub's engines, and `hub_handler` asks the hub to answer."""
         self.llm = llm
         self.config = config
         self.tokenizer: Any = llm.inputs.tokenizer
@@ -62,15 +73,16 @@ class ServerContext:
         self.version = __version__
         self.keys = ApiKeys(config.api_key)
         self.admin_keys = ApiKeys([config.admin_key] if config.admin_key else [])
-        self.supervisor = supervise(llm, config.engine_stall_seconds, config.engine_hang_timeout)
+        self.hub_handler = hub_handler
+        self.supervisor = supervisor or supervise(llm, config.engine_stall_seconds, config.engine_hang_timeout)
         self.openapi = b"{}"
         """The OpenAPI document; set with the routes."""
         self.is_draining = False
         self.exchanges: set[Exchange] = set()
         """Requests being answered."""
-        info, engines = llm.info, len(llm.replicas)
+        info, engines = llm.info, llm.config.data_parallel_size
         most_bytes = config.max_open_body_bytes or max(OPEN_BODY_BYTES, OPEN_BODY_SIZES * config.max_body_bytes)
-        self.bodies = OpenBodies(most_bytes)
+        self.bodies = OpenBodies(most_bytes, counts)
         most_values = config.max_body_values or max(BODY_VALUES, 2 * info.max_model_len)
         self.limits = RequestLimits(
             config.max_body_bytes, config.stall_timeout, self.bodies, JsonLimits(most_values, BODY_DEPTH), llm.work,
@@ -84,8 +96,9 @@ class ServerContext:
             engines * info.max_num_seqs,
             engines * config.max_queued_requests,
             engines * (QUEUED_CACHE_SIZES * info.cache_tokens if max_tokens is None else max_tokens),
+            counts,
         )
-        self.stored = StoredResponses(llm, config)
+        self.stored = StoredResponses(llm, config, is_here=hub_handler is None)
         """Responses and conversations that clients can refer to."""
         self.metrics = ServerMetrics(
             llm, self.names[0], config.vllm_metric_names, self.supervisor, self.admission,

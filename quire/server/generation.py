@@ -11,7 +11,7 @@ Leaving the block in any way ends the request in the engine.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -28,7 +28,7 @@ from quire.messages.sampling import SamplingParams
 from quire.output.beams import as_request_output
 from quire.server.context import ServerContext
 from quire.server.errors import bad_request, engine_failure
-from quire.server.http import Exchange
+from quire.server.http import ChunkWriter, EventStream, Exchange
 from quire.server.limits import QueueTicket
 from quire.server.protocol.common import CompletionTokensDetails, PromptTokensDetails, Usage
 from quire.server.protocol.sampling import GenerationFields, session_names
@@ -61,6 +61,8 @@ class GenerationJob:
     is_turn_optional: bool = False
     """The session is named by a header, which other clients send for their own ends: if a turn of it is running, this
     request is none."""
+    sink: DirectEvents | None = None
+    """Sends new text."""
 
     @property
     def prompt(self) -> TokensPrompt:
@@ -71,6 +73,41 @@ class GenerationJob:
         if self.prediction:
             prompt["prediction"] = self.prediction
         return prompt
+
+
+class DirectEvents:
+    """Writes events of new text where a step's outputs are taken, without waking the route that reads the stream: all
+    streams of a step in one pass, and no task, output or struct for a token.
+
+    The route sends the first output and the last, and what comes while its client reads slowly.
+    """
+
+    def __init__(self, chunks: ChunkWriter, encode: Callable[[str, int], Sequence[bytes]]) -> None:
+        """`encode`: the events of a text and its number of tokens, as the route would send them."""
+        self._chunks = chunks
+        self._encode = encode
+        self.is_open = False
+        """Set by the route, once it has sent the first output."""
+
+    def is_ready(self) -> bool:
+        """Whether it can write now."""
+        return self.is_open and self._chunks.is_ready()
+
+    def put_text(self, text: str, tokens: int) -> None:
+        """Write the events of new text."""
+        if events := self._encode(text, tokens):
+            self._chunks.write(events)
+
+
+def send_directly(
+    jobs: Sequence[GenerationJob], events: EventStream, encode: Callable[[str, int], Sequence[bytes]]
+) -> None:
+    """Send new text of the only job as `encode` says, unless its outputs have more than text."""
+    params = jobs[0].params
+    if len(jobs) > 1 or params.n > 1 or params.logprobs is not None or params.prompt_logprobs is not None:
+        return
+    if events.chunks is not None and jobs[0].turn is None and jobs[0].search is None:
+        jobs[0].sink = DirectEvents(events.chunks, encode)
 
 
 def requested_session(
@@ -116,7 +153,7 @@ class EngineRequest:
     def _run(self) -> AsyncGenerator[RequestOutput, None]:
         job, exchange = self._job, self._exchange
         return self._context.llm.run(
-            job.prompt, job.params, exchange.id, job.priority, exchange.tenant, job.turn, shares_id=True
+            job.prompt, job.params, exchange.id, job.priority, exchange.tenant, job.turn, True, job.sink
         )
 
     async def _turn_or_not(self) -> AsyncGenerator[RequestOutput, None]:
@@ -139,6 +176,11 @@ class EngineRequest:
         if output.error is not None:
             raise engine_failure(output.error)
 
+    def open_sink(self) -> None:
+        """The first output has been sent: from now on new text can be sent without the route."""
+        if self._job.sink is not None:
+            self._job.sink.is_open = True
+
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
@@ -147,6 +189,7 @@ class EngineRequest:
         finally:
             self._record.on_finish("error" if isinstance(error, Exception) else None)
             self.ticket.leave()
+            self._job.sink = None  # a reference cycle
 
     async def _search(self, search: BeamSearchParams) -> AsyncGenerator[RequestOutput, None]:
         """Run a beam search; yields one output."""
@@ -197,6 +240,7 @@ async def generate(
             async for output in outputs:
                 requests[0].on_output(output)
                 yield 0, output
+                requests[0].open_sink()
         return
     queue: asyncio.Queue[tuple[int, RequestOutput | Exception | None]] = asyncio.Queue(maxsize=MERGE_QUEUE)
     pumps: list[asyncio.Future[None]] = []

@@ -14,9 +14,9 @@ import asyncio
 import re
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 from starlette.datastructures import Headers, QueryParams
@@ -42,6 +42,8 @@ SLOWEST_BODY = 1024
 """Bytes per second: without it, a body sent byte by byte would never time out."""
 ABORT = "quire.abort"
 """Key of the ASGI scope that holds the function that aborts the connection."""
+CHUNKS = "quire.chunks"
+"""Key of the ASGI scope that holds the response's `ChunkWriter`."""
 DONE = b"data: [DONE]\n\n"
 
 encode = msgspec.json.Encoder().encode
@@ -52,6 +54,18 @@ _SECONDS = re.compile(r"\d{1,9}(\.\d{1,9})?")
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 HeaderList = list[tuple[bytes, bytes]]
+
+
+class ChunkWriter(Protocol):
+    """Writes parts of a chunked response at once. The ASGI way takes a coroutine and two objects for each."""
+
+    def is_ready(self) -> bool:
+        """Whether the response has begun, and the client reads fast enough."""
+        ...
+
+    def write(self, parts: Sequence[bytes]) -> None:
+        """Write parts of the body, each a chunk; only while it is ready."""
+        ...
 
 
 class ClientDisconnectedError(Exception):
@@ -270,6 +284,7 @@ class Exchange:
     def end(self) -> None:
         """The route has ended: release the body's memory; interruptions have no effect any more."""
         self._task = None
+        self.scope.pop(CHUNKS, None)  # a reference cycle
         self._limits.bodies.release(self._body_bytes)
         self._body_bytes = 0
 
@@ -320,6 +335,8 @@ class EventStream:
         self._is_buffered = exchange.scope.get("http_version", "1.1") != "1.1"
         """HTTP/1.0 has no chunked encoding: all events are sent at once, with a content length."""
         self._buffered: list[bytes] = []
+        self.chunks: ChunkWriter | None = None if self._is_buffered else exchange.scope.get(CHUNKS)
+        """Writes events without waiting, where the connection can do that."""
 
     async def send(self, event: Any) -> None:
         """Send one event with a struct as its data."""
@@ -343,6 +360,23 @@ class EventStream:
             )
             await self._exchange.start(200, EVENTS + length)
         await self._exchange.send_body(b"".join([*self._buffered, last]), more=False)
+
+
+class EventTemplate:
+    """An event in which only one text changes: the rest is encoded once."""
+
+    TEXT = "\0"
+    """Stands for the text. It is escaped, and no other text can contain the escaped form in quotes."""
+
+    def __init__(self, event: Any) -> None:
+        head, text, tail = (b"data: " + encode(event) + b"\n\n").partition(encode(self.TEXT))
+        if not text:
+            raise ValueError("the event does not contain EventTemplate.TEXT")
+        self._head, self._tail = head, tail
+
+    def fill(self, text: str) -> bytes:
+        """The encoded event with this text."""
+        return self._head + encode(text) + self._tail
 
 
 def event_bytes(event: Any) -> bytes:

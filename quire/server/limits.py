@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from quire.api.work_pool import WorkPool
 from quire.messages.json_limits import JsonLimits
 from quire.server.errors import ApiError, retry_text
+from quire.server.fronts.counts import Count, FrontCounts
 
 REMEMBERED_ENDS = 64
 LONGEST_RETRY_SECONDS = 60.0
@@ -39,25 +40,31 @@ class RequestLimits:
 class OpenBodies:
     """Limits the bytes of all request bodies held at once. Each body also has its own limit."""
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, counts: FrontCounts | None = None) -> None:
         self._most = most
-        self.held = 0
+        self._counts = FrontCounts() if counts is None else counts
+
+    @property
+    def held(self) -> int:
         """Bytes of the bodies of all open requests."""
+        return self._counts.total(Count.BODY_BYTES)
 
     def take(self, size: int) -> None:
         """Hold `size` more bytes, or raise 429. If nothing is held, any size is accepted."""
-        if self.held and self.held + size > self._most:
+        self._counts.add(Count.BODY_BYTES, size)
+        held = self.held - size
+        if held and held + size > self._most:
+            self.release(size)
             raise ApiError(
                 429,
-                f"the server is busy: it holds {self.held} bytes of request bodies; at most {self._most} "
+                f"the server is busy: it holds {held} bytes of request bodies; at most {self._most} "
                 "(--max-open-body-bytes). Try again later",
                 headers={"Retry-After": retry_text(1.0), "Connection": "close"},
             )
-        self.held += size
 
     def release(self, size: int) -> None:
         """Release the bytes of a request that has ended."""
-        self.held -= size
+        self._counts.add(Count.BODY_BYTES, -size)
 
 
 class QueueTicket:
@@ -70,35 +77,50 @@ class QueueTicket:
 
     def start(self) -> None:
         """The request no longer waits."""
-        self._admission.queued_tokens -= self._tokens
-        self._tokens = 0
+        if self._tokens:
+            self._admission.counts.add(Count.QUEUED_TOKENS, -self._tokens)
+            self._tokens = 0
 
     def leave(self) -> None:
         """The request has ended."""
         self.start()
         if self._sequences:
-            self._admission.sequences -= self._sequences
+            self._admission.counts.add(Count.SEQUENCES, -self._sequences)
+            self._admission.counts.add(Count.REQUESTS, -1)
             self._sequences = 0
-            self._admission.requests -= 1
             self._admission.note_end()
 
 
 class AdmissionLimiter:
     """Counts admitted requests. The engine runs `rows` sequences at once; the rest are the queue."""
 
-    def __init__(self, rows: int, max_requests: int, max_tokens: int) -> None:
+    def __init__(self, rows: int, max_requests: int, max_tokens: int, counts: FrontCounts | None = None) -> None:
         self._rows = rows
         self._max_requests = max_requests
         self._max_tokens = max_tokens
-        self.requests = 0
-        """Admitted and not ended."""
-        self.sequences = 0
-        """Of all admitted requests that have not ended."""
-        self.queued_tokens = 0
-        """Prompt tokens of requests without an output yet."""
-        self.rejected = {"requests": 0, "tokens": 0}
-        """Rejections, by the limit that was reached."""
+        self.counts = FrontCounts() if counts is None else counts
         self._ends: deque[float] = deque(maxlen=REMEMBERED_ENDS)
+
+    @property
+    def requests(self) -> int:
+        """Admitted and not ended."""
+        return self.counts.total(Count.REQUESTS)
+
+    @property
+    def sequences(self) -> int:
+        """Of all admitted requests that have not ended."""
+        return self.counts.total(Count.SEQUENCES)
+
+    @property
+    def queued_tokens(self) -> int:
+        """Prompt tokens of requests without an output yet."""
+        return self.counts.total(Count.QUEUED_TOKENS)
+
+    @property
+    def rejected(self) -> dict[str, int]:
+        """Rejections, by the limit that was reached."""
+        total = self.counts.total
+        return {"requests": total(Count.REJECTED_REQUESTS), "tokens": total(Count.REJECTED_TOKENS)}
 
     def enter(self, sizes: Sequence[tuple[int, int]]) -> list[QueueTicket]:
         """Admit requests, given as (sequences, prompt tokens), all or none; raises 429.
@@ -106,30 +128,40 @@ class AdmissionLimiter:
         If the server is empty, any size is admitted.
         """
         sequences, tokens = sum(size[0] for size in sizes), sum(size[1] for size in sizes)
-        waiting = max(0, self.sequences - self._rows)
-        if self.sequences and self.sequences + sequences > self._rows + self._max_requests:
-            raise self._full("requests", f"{waiting} requests are waiting; at most {self._max_requests} may", waiting)
-        if self.queued_tokens and self.queued_tokens + tokens > self._max_tokens:
-            what = f"{self.queued_tokens} prompt tokens are waiting; at most {self._max_tokens} may"
-            raise self._full("tokens", what, waiting)
-        self.requests += len(sizes)
-        self.sequences += sequences
-        self.queued_tokens += tokens
+        self._count(len(sizes), sequences, tokens)
+        before, queued = self.sequences - sequences, self.queued_tokens - tokens
+        waiting = max(0, before - self._rows)
+        full = None
+        if before and before + sequences > self._rows + self._max_requests:
+            what = f"{waiting} requests are waiting; at most {self._max_requests} may"
+            full = self._full(Count.REJECTED_REQUESTS, what, waiting)
+        elif queued and queued + tokens > self._max_tokens:
+            what = f"{queued} prompt tokens are waiting; at most {self._max_tokens} may"
+            full = self._full(Count.REJECTED_TOKENS, what, waiting)
+        if full is not None:
+            self._count(-len(sizes), -sequences, -tokens)
+            raise full
         return [QueueTicket(self, *size) for size in sizes]
+
+    def _count(self, requests: int, sequences: int, tokens: int) -> None:
+        self.counts.add(Count.REQUESTS, requests)
+        self.counts.add(Count.SEQUENCES, sequences)
+        self.counts.add(Count.QUEUED_TOKENS, tokens)
 
     def note_end(self) -> None:
         """A request has ended."""
         self._ends.append(time.monotonic())
 
     def retry_after(self, waiting: int) -> float:
-        """Estimated seconds until half of the queue has run, at the rate of the last requests that ended."""
+        """Estimated seconds until half of the queue has run, at the rate of the last requests that ended. Other fronts
+        are expected to end as many as this one."""
         if len(self._ends) < 2:
             return 1.0
-        rate = len(self._ends) / max(0.001, time.monotonic() - self._ends[0])
+        rate = self.counts.fronts * len(self._ends) / max(0.001, time.monotonic() - self._ends[0])
         return min(LONGEST_RETRY_SECONDS, max(1.0, 0.5 * waiting / rate))
 
-    def _full(self, limit: str, what: str, waiting: int) -> ApiError:
-        self.rejected[limit] += 1
+    def _full(self, limit: Count, what: str, waiting: int) -> ApiError:
+        self.counts.add(limit, 1)
         seconds = self.retry_after(waiting)
         return ApiError(
             429, f"the server is busy: {what}. Try again later", headers={"Retry-After": retry_text(seconds)}

@@ -58,6 +58,8 @@ class Route:
     """It sends requests to the engine."""
     is_public: bool = False
     """It needs no key."""
+    is_hubs: bool = False
+    """It is about the whole server, or about what only one process keeps: with several fronts, the hub answers it."""
     error_style: ErrorStyle | None = None
     """Its error format, if not OpenAI's."""
 

@@ -22,6 +22,7 @@ from quire.resource_limits import raise_descriptor_limit
 from quire.server.app import find_middleware, make_app
 from quire.server.config import ServerConfig
 from quire.server.context import ServerContext
+from quire.server.fronts.hub import Fronts, NoFronts, make_fronts
 from quire.server.lifecycle.connection import LimitedProtocol
 
 logger = logging.getLogger(__name__)
@@ -68,9 +69,11 @@ async def run(
     on_ready: Callable[[ServerContext, str], None] | None = None,
 ) -> None:
     """Serve on a socket until a signal arrives."""
-    context = ServerContext(llm, config)
-    http = HttpServer(context, config)
+    fronts = make_fronts(config, sock)
+    context = ServerContext(llm, config, fronts.counts)
+    http = HttpServer(context, config, fronts)
     await context.start()
+    await fronts.start(context)
     gc.freeze()  # objects that exist now are never collected: later collections scan only newer ones, and are short
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -81,6 +84,7 @@ async def run(
     finally:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             loop.remove_signal_handler(number)
+        await fronts.stop()
         await context.stop()
         if http.force_exit:
             llm.kill_engine("the server received a second stop signal")
@@ -89,7 +93,8 @@ async def run(
 class HttpServer(uvicorn.Server):
     """uvicorn with our signal handling: the first signal drains, the second stops at once."""
 
-    def __init__(self, context: ServerContext, config: ServerConfig) -> None:
+    def __init__(self, context: ServerContext, config: ServerConfig, fronts: NoFronts | Fronts | None = None) -> None:
+        """`fronts`: the other front processes, if this is the hub."""
         super().__init__(
             uvicorn.Config(
                 make_app(context),
@@ -116,6 +121,7 @@ class HttpServer(uvicorn.Server):
         self._settings = config
         self._stopping = asyncio.Event()
         self._draining: asyncio.Task[None] | None = None
+        self._fronts = NoFronts() if fronts is None else fronts
 
     async def serve_on(self, sock: socket.socket, on_ready: Callable[[], None]) -> None:
         """Accept requests until stopped."""
@@ -139,7 +145,7 @@ class HttpServer(uvicorn.Server):
             self._stopping.set()
 
     async def _drain(self, seconds: float) -> None:
-        await self._context.drain(seconds)
+        await asyncio.gather(self._context.drain(seconds), self._fronts.drain())
         self._stopping.set()
 
     async def main_loop(self) -> None:

@@ -72,7 +72,7 @@ def test_every_argument_of_vllm_is_known(name, where, kind, default, last):
         assert "unknown argument" not in str(error)
 
 
-NOTHING_INSTEAD = ("chat_template_content_format", "prefix_caching_hash_algo", "api_server_count")
+NOTHING_INSTEAD = ("chat_template_content_format", "prefix_caching_hash_algo")
 ROWS = [*ENGINE.values(), *SERVER.values(), *BATCH.values(), *CALL.values()]
 
 
@@ -98,7 +98,6 @@ def test_each_row(row):
         assert row.instead or row.name in (
             "chat_template_content_format",
             "prefix_caching_hash_algo",
-            "api_server_count",
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import httptools
@@ -11,7 +12,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from quire.resource_limits import are_descriptors_short, descriptor_limit, log_cause
 from quire.server.errors import ApiError, error_json, phrase, unavailable
-from quire.server.http import ABORT
+from quire.server.http import ABORT, CHUNKS
 
 HEAD_SECONDS = 30.0
 """Seconds from connecting to the end of the first request's headers."""
@@ -122,6 +123,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._head_timer = None
         super()._unset_keepalive_if_required()
         super().on_headers_complete()
+        self.scope[CHUNKS] = CycleChunks(self.cycle)  # type: ignore[literal-required]
         self._unanswered = [*self._open_requests(), self.cycle]
         if len(self._unanswered) > 1:
             self.flow.resume_reading()  # uvicorn pauses reading until the first is answered and would miss a disconnect
@@ -213,6 +215,26 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _headers_too_long(self) -> ApiError:
         return ApiError(431, f"request line and headers are longer than {self._max_head} bytes (--max-header-bytes)")
+
+
+class CycleChunks:
+    """The `ChunkWriter` of one response: writes what `RequestResponseCycle.send` would."""
+
+    __slots__ = ("_cycle",)
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+
+    def is_ready(self) -> bool:
+        cycle = self._cycle
+        return (
+            cycle.response_started
+            and cycle.chunked_encoding is True
+            and not (cycle.flow.write_paused or cycle.disconnected or cycle.response_complete)
+        )
+
+    def write(self, parts: Sequence[bytes]) -> None:
+        self._cycle.transport.write(b"".join([b"%x\r\n%b\r\n" % (len(part), part) for part in parts]))
 
 
 def ambiguity(version: str, headers: list[tuple[bytes, bytes]]) -> ApiError | None:

@@ -7,7 +7,7 @@ servers in one process have separate metrics.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Protocol
 
@@ -40,6 +40,7 @@ from quire.server.observability.engine_metrics import (
     Values,
 )
 from quire.server.observability.observer import ROUTINE_PATHS, GenerationRecord, HttpRecord
+from quire.server.observability.snapshots import HistogramCounts, MetricsSnapshot, with_counts, with_histograms
 
 OURS = "quire:"
 THEIRS = "vllm:"
@@ -53,6 +54,8 @@ FINISH_REASONS = ("stop", "length", "abort", "error", "repetition")
 PROMPT_SOURCES = ("local_compute", "local_cache_hit", "external_kv_transfer")
 """vLLM's; the last stays zero: KV does not come from other servers."""
 ENDED_WELL = ("stop", "length")
+GAPS = "inter_token_latency_seconds"
+ENGINE_HISTOGRAMS = frozenset(spec.name for spec in ENGINE_METRICS if spec.kind == "histogram")
 ALL_ENGINES = "all"
 """The `engine` label of request metrics if there are several engines."""
 
@@ -125,6 +128,9 @@ class ServerMetrics:
             for spec in ALL_METRICS
             if spec.kind == "histogram"
         }
+        self.gather_fronts: Callable[[], Awaitable[MetricsSnapshot]] | None = None
+        """Gets what other fronts have counted, if there are several."""
+        self._fronts = MetricsSnapshot()
         self.registry = CollectorRegistry()
         for kind in (ProcessCollector, PlatformCollector, GCCollector):
             kind(registry=self.registry)
@@ -215,8 +221,25 @@ class ServerMetrics:
 
     async def page(self) -> bytes:
         """All metrics in Prometheus' text format. An engine that does not answer delays this by at most a second."""
-        await asyncio.gather(*(engine.refresh() for engine in self._engines))
+        gather = self.gather_fronts
+        fronts = [] if gather is None else [asyncio.ensure_future(gather())]
+        await asyncio.gather(*(engine.refresh() for engine in self._engines), *fronts)
+        self._fronts = fronts[0].result() if fronts else self._fronts
         return generate_latest(self.registry)
+
+    def snapshot(self) -> MetricsSnapshot:
+        """What this front has counted, but not what the engines and the limits have."""
+        counts: dict[str, dict[Labels, float]] = {**self._counts}
+        counts["generation_tokens"] = {(): float(self._llm.token_times.tokens)}
+        histograms: dict[str, dict[Labels, Histogram]] = {**self._histograms, GAPS: self._gaps}
+        return MetricsSnapshot(
+            {name: list(values.items()) for name, values in counts.items()},
+            {
+                name: [(labels, HistogramCounts(list(one.counts), one.total)) for labels, one in series.items()]
+                for name, series in histograms.items()
+                if name not in ENGINE_HISTOGRAMS
+            },
+        )
 
     def families(self) -> Iterator[Family]:
         """Every metric that can be shown now."""
@@ -243,10 +266,18 @@ class ServerMetrics:
     def _values(self, spec: MetricSpec) -> Values:
         """A metric's own labels, and its values by label values."""
         if spec.kind == "histogram":
-            if spec.name == "inter_token_latency_seconds":
-                return (), {(): self._llm.token_times.gaps}
-            return spec.labels, self._histograms[spec.name]
-        return spec.labels, self._plain_values(spec.name)
+            series = self._gaps if spec.name == GAPS else self._histograms[spec.name]
+            if (others := self._fronts.histograms.get(spec.name)) is not None:
+                series = with_histograms(series, others, self._bounds[spec.name])
+            return spec.labels, series
+        values = self._plain_values(spec.name)
+        if (more := self._fronts.counts.get(spec.name)) is not None:
+            values = with_counts(values, more)
+        return spec.labels, values
+
+    @property
+    def _gaps(self) -> dict[Labels, Histogram]:
+        return {(): self._llm.token_times.gaps}
 
     def _plain_values(self, name: str) -> dict[Labels, float]:
         match name:

@@ -21,7 +21,8 @@ HEAD = """\
 is also shown as `vllm:…`, under the same name with the same labels and buckets, so that dashboards and alerts made for
 vLLM work unchanged; `--no-vllm-metric-names` leaves these out. Metrics have the labels `model_name` and `engine`; in
 the exposition format counters end in `_total`, histograms in `_bucket`, `_count` and `_sum`. The process metrics
-(`process_*`, `python_*`) are those of the front process.
+(`process_*`, `python_*`) are those of the front process; of several fronts (`--api-server-count`) those of the first,
+and all other metrics are of all together.
 
 Reading the page never waits long: an engine that is busy or dead for more than a second keeps its last values, and
 `quire:engine_up` says whether it is up. With API keys, `/metrics` needs one like every route but `/health`.

@@ -204,9 +204,9 @@ async def memory(context: ServerContext, exchange: Exchange) -> None:
 _REPLICA = {"type": "integer", "minimum": 0, "default": 0}
 
 ROUTES = [
-    Route("POST", "/admin/reset_prefix_cache", reset_prefix_cache, answer=ResetAnswer, errors=(503,)),
-    Route("POST", "/admin/rebalance_experts", rebalance_experts, answer=Rebalanced, errors=(400, 503)),
-    Route("POST", "/admin/reload", reload, answer=ReloadAnswer, errors=(503,)),
-    Route("GET", "/admin/memory", memory, answer=MemoryMap, errors=(503,), query={"replica": _REPLICA}),
-    Route("GET", "/admin/stats", stats, answer=ServerStats, errors=(503,)),
+    Route("POST", "/admin/reset_prefix_cache", reset_prefix_cache, answer=ResetAnswer, errors=(503,), is_hubs=True),
+    Route("POST", "/admin/rebalance_experts", rebalance_experts, answer=Rebalanced, errors=(400, 503), is_hubs=True),
+    Route("POST", "/admin/reload", reload, answer=ReloadAnswer, errors=(503,), is_hubs=True),
+    Route("GET", "/admin/memory", memory, answer=MemoryMap, errors=(503,), query={"replica": _REPLICA}, is_hubs=True),
+    Route("GET", "/admin/stats", stats, answer=ServerStats, errors=(503,), is_hubs=True),
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import aclosing
 
 from msgspec import UNSET, UnsetType
@@ -10,7 +11,7 @@ from msgspec import UNSET, UnsetType
 from quire.output.parsers.deltas import CallArguments, CallEnd, CallStart, Content, Delta, Reasoning, gather
 from quire.server.chat_generation import AnswerPiece, ChatGeneration, is_long, prepare
 from quire.server.context import ServerContext
-from quire.server.http import EventStream, Exchange, encode, event_bytes
+from quire.server.http import EventStream, EventTemplate, Exchange, encode, event_bytes
 from quire.server.logprobs import chat_logprobs, prompt_logprobs, takes_long
 from quire.server.protocol.chat import (
     AnsweredCall,
@@ -150,6 +151,8 @@ class ChatAnswer:
         continuous = request.continuous_usage or forced
         started = [False] * len(generation.choices)
         events = self._exchange.events()
+        if not (continuous or self._wants_ids):
+            generation.send_directly(events, self._delta_encoder())
         last: AnswerPiece | None = None
         async with aclosing(generation.pieces()) as pieces:
             async for piece in pieces:
@@ -190,6 +193,22 @@ class ChatAnswer:
             chunk = self._chunk([ChunkChoice(piece.sequence.index, ChatMessageDelta(content=echoed), None, None)])
             chunk.usage = usage
             await events.send(chunk)
+
+    def _delta_encoder(self) -> Callable[[list[Delta]], list[bytes]]:
+        """Encodes deltas of the only choice as `_chunks` would, without logprobs and token ids."""
+
+        def chunk(message: ChatMessageDelta) -> ChatChunk:
+            return self._chunk([ChunkChoice(0, message, None, None)])
+
+        fill = EventTemplate(chunk(ChatMessageDelta(content=EventTemplate.TEXT))).fill
+
+        def encoded(deltas: list[Delta]) -> list[bytes]:
+            if len(deltas) == 1 and isinstance(deltas[0], Content):
+                return [fill(deltas[0].text)]
+            messages = [message for delta in deltas if (message := _message_delta(delta)) is not None]
+            return [b"data: " + encode(chunk(message)) + b"\n\n" for message in messages]
+
+        return encoded
 
     @property
     def _details_each(self) -> int | None:

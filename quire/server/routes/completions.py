@@ -13,8 +13,8 @@ from quire.api.work_pool import check_abandoned
 from quire.messages.outputs import CompletionOutput, RequestOutput
 from quire.server.context import ServerContext
 from quire.server.errors import bad_request
-from quire.server.generation import GenerationJob, UsageCounter, generate, requested_session
-from quire.server.http import Exchange, encode, event_bytes
+from quire.server.generation import GenerationJob, UsageCounter, generate, requested_session, send_directly
+from quire.server.http import EventStream, EventTemplate, Exchange, encode, event_bytes
 from quire.server.logprobs import Position, completion_logprobs, prompt_logprobs, takes_long
 from quire.server.protocol.common import Usage, has_many_prompts, request_timings
 from quire.server.protocol.completions import (
@@ -180,6 +180,8 @@ class CompletionAnswer:
         forced = self._context.config.enable_force_include_usage
         continuous = request.continuous_usage or forced
         events = self._exchange.events()
+        if not (continuous or self._only_echo or request.return_token_ids):
+            self._send_directly(events)
         ends: dict[int, RequestOutput] = {}
         async with aclosing(generate(self._context, self._exchange, self._jobs)) as coming:
             async for index, output in coming:
@@ -207,6 +209,17 @@ class CompletionAnswer:
                 closing.metrics = timings[0] if len(timings) == 1 else timings
             await events.send(closing)
         await events.close()
+
+    def _send_directly(self, events: EventStream) -> None:
+        """Where possible, send events of new text without making outputs and choices of it."""
+        choice = CompletionChoice(0, EventTemplate.TEXT, None, None, None)
+        fill = EventTemplate(self._response([choice])).fill
+
+        def encoded(text: str, tokens: int) -> list[bytes]:
+            self._counter.completion += tokens
+            return [fill(text)]
+
+        send_directly(self._jobs, events, encoded)
 
     def _event(self, index: int, output: RequestOutput, sequence: CompletionOutput, usage: Usage | None) -> bytes:
         """New output of a choice as an encoded event."""

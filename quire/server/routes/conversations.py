@@ -111,7 +111,8 @@ _ITEM = f"{_ONE}/items/{{item_id}}"
 
 
 def _route(method: str, path: str, handler: Any, **more: Any) -> Route:
-    return Route(method, path, handler, errors=(400, 404, 503, 507), **{"answer": ConversationObject, **more})
+    errors = (400, 404, 503, 507)
+    return Route(method, path, handler, errors=errors, is_hubs=True, **{"answer": ConversationObject, **more})
 
 
 ROUTES = [

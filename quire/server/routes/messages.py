@@ -51,6 +51,7 @@ async def _send(exchange: Exchange, generation: ChatGeneration, writer: MessageW
 
 async def _stream(exchange: Exchange, generation: ChatGeneration, writer: MessageWriter) -> None:
     stream = exchange.events()
+    generation.send_directly(stream, lambda deltas: [_encoded(events)] if (events := writer.write(deltas)) else [])
     last: AnswerPiece | None = None
     async with aclosing(generation.pieces()) as pieces:
         async for piece in pieces:

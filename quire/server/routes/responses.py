@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import aclosing
+from typing import Any
 
 from quire.server.context import ServerContext
 from quire.server.dialects.response_items import PAGE_QUERY, page
@@ -176,6 +177,11 @@ _EVENTS_QUERY = {
     "include_obfuscation": {"type": "boolean"},
 }
 
+
+def _route(method: str, path: str, handler: Any, **more: Any) -> Route:
+    return Route(method, path, handler, errors=_ERRORS, is_hubs=True, **more)
+
+
 ROUTES = [
     Route(
         "POST",
@@ -186,9 +192,10 @@ ROUTES = [
         event=AnyResponseEvent,
         generates=True,
         errors=(409, 507),
+        is_hubs=True,
     ),
-    Route("GET", _ONE, retrieve, answer=ResponseObject, event=AnyResponseEvent, query=_EVENTS_QUERY, errors=_ERRORS),
-    Route("DELETE", _ONE, delete, answer=ResponseDeleted, errors=_ERRORS),
-    Route("POST", f"{_ONE}/cancel", cancel, answer=ResponseObject, errors=_ERRORS),
-    Route("GET", f"{_ONE}/input_items", list_input_items, answer=ResponseItemList, query=PAGE_QUERY, errors=_ERRORS),
+    _route("GET", _ONE, retrieve, answer=ResponseObject, event=AnyResponseEvent, query=_EVENTS_QUERY),
+    _route("DELETE", _ONE, delete, answer=ResponseDeleted),
+    _route("POST", f"{_ONE}/cancel", cancel, answer=ResponseObject),
+    _route("GET", f"{_ONE}/input_items", list_input_items, answer=ResponseItemList, query=PAGE_QUERY),
 ]

@@ -231,8 +231,9 @@ class BackgroundResponses:
 class StoredResponses:
     """What the server keeps of responses: their store, and those in the background."""
 
-    def __init__(self, llm: AsyncLLM, config: ServerConfig) -> None:
-        self.is_on = config.max_stored_responses > 0
+    def __init__(self, llm: AsyncLLM, config: ServerConfig, is_here: bool = True) -> None:
+        """`is_here`: False in a front process that leaves responses to the hub."""
+        self.is_on = is_here and config.max_stored_responses > 0
         """Whether responses are stored; if not, none is ever found."""
         self._llm = llm
         self._unneeded: list[str] = []
