@@ -103,11 +103,11 @@ def send_directly(
     jobs: Sequence[GenerationJob], events: EventStream, encode: Callable[[str, int], Sequence[bytes]]
 ) -> None:
     """Send new text of the only job as `encode` says, unless its outputs have more than text."""
-    params = jobs[0].params
+    params, job = jobs[0].params, jobs[0]
     if len(jobs) > 1 or params.n > 1 or params.logprobs is not None or params.prompt_logprobs is not None:
         return
-    if events.chunks is not None and jobs[0].turn is None and jobs[0].search is None:
-        jobs[0].sink = DirectEvents(events.chunks, encode)
+    if events.chunks is not None and job.turn is None and job.search is None and not job.prediction:
+        job.sink = DirectEvents(events.chunks, encode)
 
 
 def requested_session(

@@ -159,8 +159,8 @@ class TestNames:
         answer = attacked.request("GET", f"/v1/models/{name}")
         assert answer.status_code in (404, 405) and "root:" not in answer.text
         text = {"input": "abc", "max_output_tokens": 16}
-        assert attacked.post("/v1/responses", {**text, "previous_response_id": name}).status_code == 400
-        assert attacked.post("/v1/responses", {**text, "conversation": name}).status_code == 400
+        assert attacked.post("/v1/responses", {**text, "previous_response_id": name}).status_code == 404
+        assert attacked.post("/v1/responses", {**text, "conversation": name}).status_code == 404
         grammar = {"grammar": name}
         assert attacked.post(TEXT, {**body, "structured_outputs": grammar}).status_code == 400
 

@@ -21,6 +21,7 @@ from quire.engine.session_calls import DeleteSession, ReadTokens
 from quire.server.dialects.response_items import stored_items
 from quire.server.dialects.responses_chat import as_chat
 from quire.server.dialects.responses_tools import OfferedTools
+from quire.server.fronts.counts import Count
 from quire.server.protocol.fields import FieldReader
 from quire.server.protocol.responses import ResponsesRequest
 from quire.sessions.log import session_key
@@ -457,7 +458,7 @@ class TestBackground:
 
         def full(sizes: Any) -> Any:
             if admission.rejected["requests"] < before + 3:
-                raise admission._full("requests", "many requests are waiting", 1)
+                raise admission._full(Count.REJECTED_REQUESTS, "many requests are waiting", 1)
             return refused(sizes)
 
         monkeypatch.setattr(admission, "enter", full)
