@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import random
@@ -232,6 +233,26 @@ def test_a_fork_server_killed_while_it_compiles_is_replaced_and_the_request_serv
     while engine.has_unfinished_requests():
         outputs += engine.step()
     assert outputs[-1].error is None and outputs[-1].outputs[0].finish_reason == "stop"
+
+
+def test_a_matcher_that_cannot_be_replaced_refuses_its_request_and_the_engine_stays(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its process has exited, and there is no descriptor for another."""
+    engine, grammars = llm.llm_engine, grammars_of(llm)
+    engine.add_request("one", PROMPT, params(Constraint(regex="h{7}"), max_tokens=20))
+    grammars._waiting["one"].is_dead = True
+
+    def fail(form: bytes) -> Any:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(grammars, "_make_matcher", fail)
+        monkeypatch.setattr(type(grammars._waiting["one"]), "is_started", True)
+        outputs = engine.step()
+    monkeypatch.undo()
+    assert [output.request_id for output in outputs] == ["one"] and "descriptor" in (outputs[0].error or "")
+    assert generate(llm, Constraint(regex="h{7}")).outputs[0].text == "h" * 7
 
 
 def test_a_killed_matcher_fails_its_requests_and_no_other(llm: LLM) -> None:

@@ -286,7 +286,11 @@ class Grammars:
             limit = self._spec.memory_bytes >> 20
             self._refuse(matcher, f"it cannot be compiled: that takes more than {limit} MiB of memory, or crashes")
             return
-        again = self._make_matcher(matcher.form)
+        try:
+            again = self._make_matcher(matcher.form)
+        except OSError as error:
+            self._refuse_for_now([matcher], error)
+            return
         again.attempts = 1 if matcher.is_compiled else matcher.attempts
         for request_id, waited in self._waiting.items():
             if waited is matcher:
