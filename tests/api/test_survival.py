@@ -404,7 +404,7 @@ class TestWaiting:
         run(work())
 
     def test_an_engine_that_never_yields_a_token_is_given_up(self, tiny_model: Path) -> None:
-        """Idle engines that die: none of them is followed by another for ever."""
+        """Idle engines that die: restarts of them come to an end."""
 
         async def work() -> None:
             async with NullLLM(tiny_model, **SETTINGS, max_engine_restarts=1) as own:
