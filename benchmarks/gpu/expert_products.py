@@ -165,7 +165,7 @@ def check(experts: Experts, variant: Variant) -> bool:
 
 
 class Watchdog:
-    """Ends the process if nothing is reported for a while: a kernel may wait for ever."""
+    """Ends the process if nothing is reported for a while: a kernel may hang."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds, self.what, self.seen = seconds, "start", time.perf_counter()

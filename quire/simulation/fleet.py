@@ -162,7 +162,7 @@ class Fleet:
         )  # fmt: skip
 
         def note(step: SimulatedStep) -> None:
-            self.result.note_step(number, step)
+            self.result.note_step(step)
             if self._on_step is not None:
                 self._on_step(number, step)
 

@@ -66,7 +66,7 @@ class SimulationResult:
         self.tenants: Counter[str] = Counter()
         """Output tokens."""
 
-    def note_step(self, replica: int, step: SimulatedStep) -> None:
+    def note_step(self, step: SimulatedStep) -> None:
         """A replica launched a step."""
         self.steps += 1
         self.step_tokens += step.shape.tokens
@@ -117,13 +117,6 @@ class SimulationResult:
 
     def _values(self, metric: str) -> array[float]:
         return {"ttft": self._ttft, "tpot": self._tpot, "e2el": self._e2el}[metric]
-
-    def good(self, goals: Mapping[str, float]) -> int:
-        """Requests within all limits on their own ttft, tpot and e2el, in milliseconds."""
-        columns = [(self._values(name), limit / 1000) for name, limit in goals.items() if name != "itl"]
-        return sum(
-            all(math.isnan(values[i]) or values[i] <= limit for values, limit in columns) for i in range(self.completed)
-        )
 
     def per_second(self, amount: float) -> float:
         return amount / self.duration if self.duration > 0 else 0.0

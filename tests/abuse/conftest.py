@@ -4,38 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.server.attacked_server import AttackedServer, attacked_server
-from tests.server.conftest import Host, Live
-
-
-@pytest.fixture(scope="session")
-def host(tiny_model: Path) -> Iterator[Host]:
-    made = Host(tiny_model)
-    yield made
-    made.close()
+from tests.server.conftest import Live, host, serving  # noqa: F401 - pytest finds fixtures here
 
 
 @pytest.fixture
-def serving(host: Host) -> Iterator[Callable[..., Live]]:
-    """Starts servers with a test's own settings; they are checked and stopped after it."""
-    started: list[tuple[Live, Callable[[], None]]] = []
-
-    def start(**settings: Any) -> Live:
-        started.append(host.start(**settings))
-        return started[-1][0]
-
-    yield start
-    for live, stop in started:
-        live.assert_idle()
-        stop()
-
-
-@pytest.fixture
-def live(serving: Callable[..., Live]) -> Live:
+def live(serving: Callable[..., Live]) -> Live:  # noqa: F811 - the fixture
     return serving()
 
 
