@@ -24,6 +24,7 @@ GATES: dict[str, Gate] = {
     "gelu": lambda gate, up: F.gelu(gate) * up,
     "gelu_tanh": lambda gate, up: F.gelu(gate, approximate="tanh") * up,
     "relu": lambda gate, up: F.relu(gate) * up,
+    "relu2": lambda gate, up: F.relu(gate).square() * up,
     "clamped_swiglu": _clamped_swiglu,
 }
 """By name; in float32."""

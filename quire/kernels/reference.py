@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from quire.kernels import reference_states
+from quire.kernels.adapters import SlotTokens, add_low_rank
 from quire.kernels.base import CompilableKernel
 from quire.kernels.gates import PLAIN_EXPERTS, ExpertVariant, gate_mul
 from quire.kernels.kv import LayerKV, QuantizedKV
@@ -65,6 +66,17 @@ class TorchOps:
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         gate, up = gate_up.float().chunk(2, dim=-1)
         return (F.silu(gate) * up).to(gate_up.dtype)
+
+    def add_low_rank(
+        self,
+        out: torch.Tensor,
+        x: torch.Tensor,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        tokens: SlotTokens,
+        bounds: tuple[int, ...],
+    ) -> None:
+        add_low_rank(out, x, a, b, tokens, bounds)
 
     def linear_add(
         self, stream: torch.Tensor, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None

@@ -45,7 +45,7 @@ def test_the_sanitizer_finds_no_race(tmp_path: Path) -> None:
 
 
 ENDS = """
-import os, sys, threading, torch
+import ctypes, os, sys, threading, torch
 from quire.kernels.cpu.ops import CpuOps
 torch.set_num_threads(3)
 ops, x, weight = CpuOps(), torch.randn(20, 576), torch.randn(960, 576)
@@ -56,10 +56,17 @@ if sys.argv[1] == "fork":
     if child == 0:
         os._exit(0 if same else 1)
     assert same and os.waitpid(child, 0)[1] == 0
-elif sys.argv[1] == "daemon":  # a thread that computes until the interpreter is gone
+elif sys.argv[1] == "daemon" and ops.is_native:
+    # A thread that computes until the interpreter is gone. It calls the kernel and nothing of torch: at its exit Python
+    # ends daemon threads that ask for its lock, and one that asks inside torch aborts the process, whatever it computes.
+    run, pack = ops._linear[torch.float32]
+    out = torch.empty(20, 960)
+    for tensor in (x, weight, out):  # the thread's last call may outlive the module that holds them
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(tensor))
+    call = pack(x.data_ptr(), weight.data_ptr(), 0, out.data_ptr(), 20, 960, 576, 576, 576, 3)
     def compute():
         while True:
-            ops.linear(x, weight)
+            run(call)
     threading.Thread(target=compute, daemon=True).start()
     for _ in range(20):
         assert torch.equal(ops.linear(x, weight), expected)

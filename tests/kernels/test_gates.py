@@ -16,6 +16,7 @@ SCALAR = {
     "gelu": lambda g, u: 0.5 * g * (1 + math.erf(g / math.sqrt(2))) * u,
     "gelu_tanh": lambda g, u: 0.5 * g * (1 + math.tanh(math.sqrt(2 / math.pi) * (g + 0.044715 * g**3))) * u,
     "relu": lambda g, u: max(g, 0.0) * u,
+    "relu2": lambda g, u: max(g, 0.0) ** 2 * u,
     "clamped_swiglu": lambda g, u: min(g, 7.0) / (1 + math.exp(-1.702 * min(g, 7.0))) * (max(min(u, 7.0), -7.0) + 1),
 }
 

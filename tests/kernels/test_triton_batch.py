@@ -410,3 +410,33 @@ def test_a_missing_plan_is_refused() -> None:
     with pytest.raises(RuntimeError, match="got plan 2, expected plan 1"):
         twins.triton.apply(plan_of(2))
     twins.triton.apply(plan_of(7, reset=True))
+
+
+def test_positions_that_are_not_indices() -> None:
+    """Three positions of prompts with images, and deltas after them; forks have those of their source."""
+    twins, rng = Twins(), random.Random(0)
+    for batch in twins.both:
+        batch.use_deltas()
+    common = {"num_computed": 0, "limit": LONGEST, "prompt_len": 9, "num_tokens": 9}
+    added = [new_row(row, rng, position_delta=delta, **common) for row, delta in ((0, -6), (2, 0), (3, 5))]
+    tables = {"block_rows": ints(*[0] * 5, *[2] * 5, *[3] * 5), "block_indices": ints(*[*range(5)] * 3)}
+    prompts = {"rows": ints(0, 2, 3), "counts": ints(9, 9, 9), "tokens": np.arange(27, dtype=np.int32)}
+    given = np.full((3, 27), -1, np.int32)
+    given[:, :9], given[:, 18:] = rng.choices(range(LONGEST), k=9), np.arange(27).reshape(3, 9)
+    draws = {"samples": ints(0, 1, 2), "sample_rows": ints(0, 2, 3)}
+    first = plan_of(
+        0, add=added, blocks=np.arange(1, 16, dtype=np.int32), positions=given.reshape(-1), **tables, **prompts,
+        **draws,
+    )  # fmt: skip
+    twins.apply(first)
+    expected = np.where(given >= 0, given, np.tile(np.arange(9), 3))
+    for batch in twins.both:
+        np.testing.assert_array_equal(batch.inputs(first).positions.cpu().numpy(), expected)
+        batch.fork([Fork(3, 5, 1, "3")])
+        batch.active[2] = False
+    decodes = plan_of(1, rows=ints(0, 2, 3, 5), counts=ints(1, 1, 1, 1), num_decodes=4)
+    for batch in twins.both:
+        batch.apply(decodes)
+        found = batch.inputs(decodes).positions.tolist()
+        assert found[:1] + found[2:] == [9 - 6, 9 + 5, 9 + 5]
+        assert min(found) >= 0

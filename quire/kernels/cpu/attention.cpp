@@ -43,6 +43,7 @@ struct Call {
     const int32_t* tables;  // [rows, table_width], table_stride between rows
     const T* sinks;         // [heads] or null: logits that join the softmax's denominator
     const float* slopes;    // [heads] or null: a key's bias is the slope times its distance from the query
+    const int32_t* ahead;   // [tokens] or null: how many keys after its own position a query sees; not with slopes
     int64_t rows, heads, kv_heads, dim, block_size, q_stride, block_stride, table_width, table_stride;
     int64_t window;  // 0: none
     double scale;
@@ -52,6 +53,8 @@ struct Call {
     // Tokens a block table can hold: no more are read, even if a row's length is larger.
     int64_t capacity() const { return table_width * block_size; }
     int64_t group() const { return heads / kv_heads; }
+    // Keys that a token of a row sees after its own position.
+    int64_t seen_ahead(int64_t row, int64_t token) const { return ahead ? ahead[query_starts[row] + token] : 0; }
     int64_t padded_dim() const { return (dim + kLanes - 1) / kLanes * kLanes; }
     // The cache can be read in place when it is float32 and its rows are whole vectors.
     bool direct() const { return sizeof(T) == sizeof(float) && dim % kLanes == 0; }
@@ -62,6 +65,7 @@ struct Item {
     int64_t row, kv_head, kv_heads;      // KV heads kv_head .. kv_head + kv_heads
     int64_t first, count;                // queries first .. first + count of the row, as token * group + head
     int64_t position;                    // of the row's first query token
+    int64_t last;                        // the last key that one of the queries sees
     int64_t chunk, chunk_end;            // chunks of keys to read
     int64_t partial;                     // offset of the first chunk's result in the partials, or -1: finish here
     int64_t cost;                        // keys * lanes
@@ -163,8 +167,8 @@ struct Tile {
                 const int64_t at = item.first + std::min<int64_t>(v * L + i, item.count - 1);
                 const int64_t token = at / group, head = kv_head * group + at % group;
                 source[i] = c.q + (c.query_starts[item.row] + token) * c.q_stride + head * c.dim;
-                last_key[v][i] = int32_t(item.position + token);
-                first_key[v][i] = c.window ? std::max<int32_t>(0, last_key[v][i] - int32_t(c.window) + 1) : 0;
+                last_key[v][i] = int32_t(item.position + token + c.seen_ahead(item.row, token));
+                first_key[v][i] = c.window ? std::max<int32_t>(0, int32_t(item.position + token - c.window) + 1) : 0;
             }
             for (int64_t d = 0; d < c.dim; d += L) {
                 vf block[L];
@@ -291,10 +295,10 @@ struct Tile {
 
     // One chunk of keys, of every head; the heads' states are consecutive.
     void chunk(float* states, int64_t index) {
-        const int64_t first_token = item.first / c.group(), last_token = (item.first + item.count - 1) / c.group();
+        const int64_t first_token = item.first / c.group();
         const int64_t lowest = c.window ? item.position + first_token - c.window + 1 : 0;
         const int64_t begin = std::max(index * kChunk, lowest);
-        const int64_t end = std::min({(index + 1) * kChunk, item.position + last_token + 1, c.capacity()});
+        const int64_t end = std::min({(index + 1) * kChunk, item.last + 1, c.capacity()});
         if (begin < end) score(begin, end);
         for (int64_t h = 0; h < item.kv_heads; h++) {
             State s(states + h * state_size(), width);
@@ -382,12 +386,15 @@ Plan plan(const Call<T>& c) {
         const int64_t heads = tokens == 1 && c.rows >= c.threads * kRowsToShare ? c.kv_heads : 1;
         for (int64_t first = 0; first < tokens * group; first += kTile) {
             const int64_t count = std::min(kTile, tokens * group - first);
-            const int64_t last = std::min(position + (first + count - 1) / group, c.capacity() - 1);
+            int64_t last = position + (first + count - 1) / group;
+            for (int64_t token = first / group; c.ahead && token <= (first + count - 1) / group; token++)
+                last = std::max(last, position + token + c.seen_ahead(row, token));
+            last = std::min(last, c.capacity() - 1);
             const int64_t lowest = c.window ? std::max<int64_t>(0, position + first / group - c.window + 1) : 0;
             for (int64_t head = 0; head < c.kv_heads; head += heads) {
                 const int64_t cost = (last + 1 - lowest) * lanes_for(count) * heads;
                 tiles.push_back(
-                    {row, head, heads, first, count, position, lowest / kChunk, last / kChunk + 1, -1, cost});
+                    {row, head, heads, first, count, position, last, lowest / kChunk, last / kChunk + 1, -1, cost});
                 result.cost += cost;
             }
         }

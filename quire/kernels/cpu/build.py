@@ -1,7 +1,8 @@
-"""Compiles the C++ kernels beside this file on first use, caches and loads the library.
+"""Loads the C++ kernels: compiled ahead of time into the package, or on first use.
 
-No torch headers and no build system: a few files, one compiler call each, a few seconds once per machine. Without a
-working compiler `library()` is None, and callers use torch.
+No torch headers and no build system: a few files, one compiler call each, some seconds once per machine. Packages built
+by `make wheel` have a library for every level of instructions (`levels.py`), and compile only if CXX names a compiler.
+Without either `library()` is None, and callers use torch.
 """
 
 from __future__ import annotations
@@ -18,32 +19,23 @@ import struct
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
+from quire.kernels.cpu.levels import FLAGS, FOLDER, HEADERS, QUIET, SOURCES, compile_library, cpu_flags, prebuilt
 from quire.kernels.cpu.tape import Tape
 from quire.paths import cache_dir
 
 logger = logging.getLogger(__name__)
 
-_FOLDER = Path(__file__).parent
-_SOURCES = (
-    *("attention.cpp", "elementwise.cpp", "experts.cpp", "linear.cpp"),
-    *("ngram.cpp", "packed.cpp", "pool.cpp", "replay.cpp"),
-)
-_HEADERS = ("outer.h", "pool.h", "simd.h")
-# Contraction makes a * b + c one fused multiply-add, which the kernels rely on; -ffast-math would lose NaN.
-_FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-pthread")
-_QUIET = ("-fvisibility=hidden", "-w")
-
 # A kernel takes one pointer, to its arguments packed 8 bytes each in the order of its C++ struct: q (pointer or int64)
 # or d (double). Converting them one by one, ctypes would take 0.5 to 1 us.
 _LAYOUTS = {
     "linear": "10q",
-    "attend": "18qddq",
+    "low_rank": "14q",
+    "attend": "19qddq",
     "ngram": "15q",
     "rms_norm": "6qdq",
     "add_rms_norm": "8qdq",
@@ -53,7 +45,8 @@ _LAYOUTS = {
     "embedding": "6q",
     "route": "9q",
     "experts": "13q",
-    "packed_linear": "16q",
+    "packed_linear": "18q",
+    "packed_experts": "41q",
     "packed_embedding": "12q",
 }
 # Calls of about a microsecond keep the GIL: after releasing it, reacquiring can take a whole switch interval.
@@ -130,39 +123,26 @@ def library() -> Library | None:
         detail = getattr(error, "stderr", None) or error
         logger.warning(
             "native CPU kernels are off, torch's are used instead (several times slower at small batches): %s. "
-            "A C++17 compiler is needed: install g++ or clang++, or point CXX at one.",
+            "Install a package with compiled kernels, or g++ or clang++, or point CXX at a C++17 compiler.",
             str(detail).strip()[-2000:],
         )
         return None
 
 
 def _library_path() -> Path:
-    """The library of this source, compiler and CPU; built now unless it is cached."""
+    """The package's own library, or that of this source, compiler and CPU; built now unless it is cached."""
+    if not os.environ.get("CXX") and (ready := prebuilt()) is not None:
+        return ready
     compiler = _compiler()
-    flags = [*_FLAGS, *_architecture(compiler)]
-    sources = b"".join((_FOLDER / name).read_bytes() for name in (*_SOURCES, *_HEADERS))
+    flags = [*FLAGS, *_architecture(compiler)]
+    sources = b"".join((FOLDER / name).read_bytes() for name in (*SOURCES, *HEADERS))
     version = subprocess.run([*compiler, "--version"], capture_output=True, check=True).stdout
     identity = [sources, version, " ".join([*compiler, *flags]).encode(), _cpu().encode()]
     key = hashlib.sha256(b"\0".join(identity)).hexdigest()[:20]
     target = _cache() / f"kernels-{key}.so"
     if not target.exists():
-        _compile(compiler, [*flags, *_QUIET], target)
+        compile_library(compiler, [*flags, *QUIET], target)
     return target
-
-
-def _compile(compiler: list[str], flags: list[str], target: Path) -> None:
-    """Build under a temporary name, then rename: another process may be building the same."""
-
-    def call(*arguments: str) -> None:
-        subprocess.run([*compiler, *arguments], capture_output=True, text=True, check=True)
-
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix="building-") as folder:
-        objects = [f"{folder}/{name}.o" for name in _SOURCES]
-        with ThreadPoolExecutor(len(_SOURCES)) as pool:
-            sources = [str(_FOLDER / name) for name in _SOURCES]
-            list(pool.map(lambda pair: call(*flags, "-c", pair[0], "-o", pair[1]), zip(sources, objects, strict=True)))
-        call("-shared", "-pthread", *objects, "-o", f"{folder}/library")
-        os.replace(f"{folder}/library", target)
 
 
 def _compiler() -> list[str]:
@@ -193,10 +173,7 @@ def _architecture(compiler: list[str]) -> list[str]:
 
 def _cpu() -> str:
     """What -march=native depends on: a cache on a shared disk may serve different CPUs."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
-    return f"{platform.machine()} {platform.processor()} {flags}"
+    return f"{platform.machine()} {platform.processor()} {' '.join(sorted(cpu_flags()))}"
 
 
 def _cache() -> Path:

@@ -20,6 +20,17 @@ struct Linear {
     void* y;
     int64_t m, n, k, x_stride, weight_stride, threads;
 };
+// A stack of matrices as packed.h has one: the first, and bytes from one to the next.
+struct PackedStack {
+    const char* first[6];
+    int64_t strides[6], kind, block, group;
+};
+struct PackedLinear {
+    const void* weight[6];
+    const void *x, *bias;
+    void* y;
+    int64_t rows, n, k, x_stride, y_stride, kind, block, group, threads;
+};
 struct SiluMul {
     const void* gate_up;
     void* out;
@@ -31,6 +42,8 @@ struct SiluMul {
 extern "C" {
 void quire_linear_f32(const Linear*);
 void quire_linear_bf16(const Linear*);
+void quire_packed_linear_f32(const PackedLinear*);
+void quire_packed_linear_bf16(const PackedLinear*);
 void quire_silu_mul_f32(const SiluMul*);
 void quire_silu_mul_bf16(const SiluMul*);
 }
@@ -39,6 +52,8 @@ namespace {
 
 void run(const Linear& call, const float*) { quire_linear_f32(&call); }
 void run(const Linear& call, const bf16*) { quire_linear_bf16(&call); }
+void run(const PackedLinear& call, const float*) { quire_packed_linear_f32(&call); }
+void run(const PackedLinear& call, const bf16*) { quire_packed_linear_bf16(&call); }
 void run(const SiluMul& call, const float*) { quire_silu_mul_f32(&call); }
 void run(const SiluMul& call, const bf16*) { quire_silu_mul_bf16(&call); }
 
@@ -105,7 +120,31 @@ struct Experts {
 };
 
 template <class T>
-void experts(const Experts<T>& c) {
+struct PackedExperts {
+    const T* x;
+    const float* weights;
+    const int32_t* experts;
+    T* out;
+    PackedStack gate_up, down;
+    int64_t rows, hidden, width, count, top_k, x_stride, threads;
+};
+
+// y[rows, n] = x[rows, k] times matrix e of a stack.
+template <class T>
+void multiply(const T* stack, int64_t e, const T* x, T* y, int64_t rows, int64_t n, int64_t k, int64_t threads) {
+    run(Linear{x, stack + e * n * k, nullptr, y, rows, n, k, k, k, threads}, x);
+}
+template <class T>
+void multiply(const PackedStack& stack, int64_t e, const T* x, T* y, int64_t rows, int64_t n, int64_t k,
+              int64_t threads) {
+    PackedLinear call{{}, x, nullptr, y, rows, n, k, k, n, stack.kind, stack.block, stack.group, threads};
+    for (int i = 0; i < 6; i++) call.weight[i] = stack.first[i] ? stack.first[i] + e * stack.strides[i] : nullptr;
+    run(call, x);
+}
+
+// Experts<T> or PackedExperts<T>.
+template <class T, class Call>
+void experts(const Call& c) {
     const int64_t hidden = c.hidden, width = c.width, pairs = c.rows * c.top_k;
     // The first of each expert's (token, choice) pairs in the list of all pairs, sorted by expert.
     std::vector<int64_t> begin(c.count + 1, 0), order(pairs);
@@ -132,10 +171,9 @@ void experts(const Experts<T>& c) {
         T* gate_up = numbers<T>(hidden_scratch, tokens * 2 * width);
         T* gated = numbers<T>(gated_scratch, tokens * width);
         T* results = numbers<T>(results_scratch, tokens * hidden);
-        const T *first = c.gate_up + e * 2 * width * hidden, *second = c.down + e * hidden * width;
-        run(Linear{x, first, nullptr, gate_up, tokens, 2 * width, hidden, hidden, hidden, c.threads}, x);
+        multiply(c.gate_up, e, x, gate_up, tokens, 2 * width, hidden, c.threads);
         run(SiluMul{gate_up, gated, tokens, width, 2 * width, c.threads}, x);
-        run(Linear{gated, second, nullptr, results, tokens, hidden, width, width, width, c.threads}, x);
+        multiply(c.down, e, static_cast<const T*>(gated), results, tokens, hidden, width, c.threads);
         for (int64_t i = 0; i < tokens; i++) {
             float* sum = sums + mine[i] / c.top_k * hidden;
             const float weight = c.weights[mine[i]];
@@ -153,5 +191,7 @@ void experts(const Experts<T>& c) {
 
 EXPORT void quire_route_f32(const Route<float>* call) { route(*call); }
 EXPORT void quire_route_bf16(const Route<bf16>* call) { route(*call); }
-EXPORT void quire_experts_f32(const Experts<float>* call) { experts(*call); }
-EXPORT void quire_experts_bf16(const Experts<bf16>* call) { experts(*call); }
+EXPORT void quire_experts_f32(const Experts<float>* call) { experts<float>(*call); }
+EXPORT void quire_experts_bf16(const Experts<bf16>* call) { experts<bf16>(*call); }
+EXPORT void quire_packed_experts_f32(const PackedExperts<float>* call) { experts<float>(*call); }
+EXPORT void quire_packed_experts_bf16(const PackedExperts<bf16>* call) { experts<bf16>(*call); }

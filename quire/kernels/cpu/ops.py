@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 
+from quire.kernels.adapters import SlotTokens
 from quire.kernels.cpu.build import library
 from quire.kernels.cpu.tape import TapeArena
 from quire.kernels.gates import PLAIN_EXPERTS, ExpertVariant
@@ -14,6 +15,7 @@ from quire.kernels.reference import TorchOps
 from quire.kernels.routing import RouteRule
 from quire.kernels.weights.base import QuantizedWeight, SplitWeight, Weight
 from quire.kernels.weights.interleaved import InterleavedWeight
+from quire.kernels.weights.strips import StripWeight
 
 _MAX_HEAD_DIM = 1024  # kMaxDim in elementwise.cpp
 
@@ -31,6 +33,8 @@ class CpuOps(TorchOps):
         self.is_native = native is not None
         kernel = native.kernel if native else lambda name: {}
         self._linear = kernel("linear")
+        self._low_rank = kernel("low_rank")
+        self._bounds: dict[tuple[int, ...], torch.Tensor] = {}
         self._rms_norm = kernel("rms_norm")
         self._add_rms_norm = kernel("add_rms_norm")
         self._copy_stream = kernel("copy_stream")
@@ -40,6 +44,7 @@ class CpuOps(TorchOps):
         self._route = kernel("route")
         self._experts = kernel("experts")
         self._packed_linear = kernel("packed_linear")
+        self._packed_experts = kernel("packed_experts")
         self._packed_embedding = kernel("packed_embedding")
 
     def linear(
@@ -72,11 +77,33 @@ class CpuOps(TorchOps):
         run(pack(*pointers, rows, width, depth, x_stride, weight_stride, threads))
         return out
 
+    def add_low_rank(
+        self,
+        out: torch.Tensor,
+        x: torch.Tensor,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        tokens: SlotTokens,
+        bounds: tuple[int, ...],
+    ) -> None:
+        kernel = self._low_rank.get(x.dtype)
+        is_plain = a.dtype == b.dtype == out.dtype == x.dtype and x.stride(1) == 1 and out.stride(1) == 1
+        if kernel is None or not is_plain or not a.is_contiguous() or not b.is_contiguous() or not len(x):
+            return super().add_low_rank(out, x, a, b, tokens, bounds)
+        run, pack = kernel
+        if (ends := self._bounds.get(bounds)) is None:  # kept: a recorded pass has its address
+            ends = self._bounds[bounds] = torch.tensor(bounds, dtype=torch.int64)
+        pointers = (tensor.data_ptr() for tensor in (x, a, b, tokens.slots, ends, out))
+        (_, rank, width), depth = b.shape, a.shape[2]
+        threads = torch.get_num_threads()
+        run(pack(*pointers, len(x), len(bounds) - 1, rank, depth, width, x.stride(0), out.stride(0), threads))
+        return None
+
     def _quantized_linear(self, x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None) -> torch.Tensor:
         """Native for interleaved weights, and for fused ones that consist of such."""
         kernel = self._packed_linear.get(x.dtype)
         parts = weight.parts if isinstance(weight, SplitWeight) else (weight,)
-        packed = [part for part in parts if isinstance(part, InterleavedWeight)]
+        packed = [part for part in parts if isinstance(part, (InterleavedWeight, StripWeight))]
         is_plain = x.dim() == 2 and x.numel() and x.stride(1) == 1 and (bias is None or bias.dtype == x.dtype)
         if kernel is None or len(packed) < len(parts) or not is_plain:
             return super().linear(x, weight, bias)
@@ -87,11 +114,13 @@ class CpuOps(TorchOps):
         bias_pointer, out_pointer = 0 if bias is None else bias.data_ptr(), out.data_ptr()
         for part in packed:
             n, k = part.shape
-            tensors = _pointers(part)
+            own = x
+            if isinstance(part, StripWeight) and part.order is not None:
+                own = x.index_select(1, part.order)
             run(
                 pack(
-                    *tensors, x.data_ptr(), bias_pointer, out_pointer,
-                    rows, n, k, x.stride(0), width, part.number, threads,
+                    *_pointers(part), own.data_ptr(), bias_pointer, out_pointer,
+                    rows, n, k, own.stride(0), width, *_kind(part), threads,
                 )
             )  # fmt: skip
             bias_pointer, out_pointer = bias_pointer and bias_pointer + n * size, out_pointer + n * size
@@ -195,6 +224,8 @@ class CpuOps(TorchOps):
         """One GEMM for each expert in use, over all of its tokens."""
         kernel = self._experts.get(x.dtype)
         is_plain = variant.activation == "silu" and not variant.is_biased
+        if is_plain and _is_packed_stack(gate_up) and _is_packed_stack(down) and x.dtype in self._packed_experts:
+            return self._packed_mixture(x, weights, experts, gate_up, down)  # type: ignore[arg-type]
         if isinstance(gate_up, QuantizedWeight) or isinstance(down, QuantizedWeight) or not is_plain:
             return self._experts_one_by_one(x, weights, experts, gate_up, down, variant)
         if kernel is None or gate_up.dtype != x.dtype or not (gate_up.is_contiguous() and down.is_contiguous()):
@@ -205,6 +236,26 @@ class CpuOps(TorchOps):
         pointers = (t.data_ptr() for t in (x, weights, experts, gate_up, down, out))
         count, width, top_k = gate_up.size(0), down.size(2), experts.size(1)
         run(pack(*pointers, rows, hidden, width, count, top_k, x.stride(0), torch.get_num_threads()))
+        return out
+
+    def _packed_mixture(
+        self,
+        x: torch.Tensor,
+        weights: torch.Tensor,
+        experts: torch.Tensor,
+        gate_up: InterleavedWeight | StripWeight,
+        down: InterleavedWeight | StripWeight,
+    ) -> torch.Tensor:
+        run, pack = self._packed_experts[x.dtype]
+        rows, hidden = x.shape
+        out = x.new_empty(rows, hidden)
+        pointers = (t.data_ptr() for t in (x, weights, experts, out))
+        count, width, top_k = gate_up.shape[0], down.shape[2], experts.size(1)
+        stacks: list[int] = []
+        for stack in (gate_up, down):
+            strides = (0 if t is None else t.stride(0) * t.itemsize for t in _fields(stack))
+            stacks += [*_pointers(stack), *strides, *_kind(stack)]
+        run(pack(*pointers, *stacks, rows, hidden, width, count, top_k, x.stride(0), torch.get_num_threads()))
         return out
 
     def _experts_one_by_one(
@@ -289,7 +340,25 @@ class CpuOps(TorchOps):
         return result, tape.replay
 
 
-def _pointers(weight: InterleavedWeight) -> tuple[int, ...]:
+def _pointers(weight: InterleavedWeight | StripWeight) -> tuple[int, ...]:
     """Its tensors as packed.cpp names them; 0: it has none of this name."""
-    names = ("codes", "high", "scale", "minimum", "d", "m")
-    return tuple(weight.tensors[name].data_ptr() if name in weight.tensors else 0 for name in names)
+    return tuple(0 if tensor is None else tensor.data_ptr() for tensor in _fields(weight))
+
+
+def _fields(weight: InterleavedWeight | StripWeight) -> list[torch.Tensor | None]:
+    names = ("codes", "high", "scale", "minimum" if isinstance(weight, InterleavedWeight) else "zero", "d", "m")
+    return [weight.tensors.get(name) for name in names]
+
+
+def _kind(weight: InterleavedWeight | StripWeight) -> tuple[int, int, int]:
+    """(number, inputs of a block of activations, inputs of a group): the last two are those of strips.cpp."""
+    if isinstance(weight, StripWeight):
+        return weight.number, weight.block, weight.group
+    return weight.number, 0, 0
+
+
+def _is_packed_stack(weight: Weight) -> bool:
+    """Whether experts are packed, each matrix in the order of its inputs."""
+    if isinstance(weight, StripWeight):
+        return weight.order is None
+    return isinstance(weight, InterleavedWeight)

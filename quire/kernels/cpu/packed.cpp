@@ -16,43 +16,12 @@
 // threads.
 #include <algorithm>
 #include <cmath>
-#include <limits>
 #include <type_traits>
 
+#include "packed.h"
 #include "pool.h"
-#include "simd.h"
-
-// How bytes are multiplied: 3: AVX-512 VNNI, 2: AVX-512, 1: AVX2 (its VNNI too, where it is), 0: plain C++.
-#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
-#define QUIRE_DOT 3
-#elif defined(__AVX512BW__)
-#define QUIRE_DOT 2
-#elif defined(__AVX2__) && !defined(__AVX512F__)
-#define QUIRE_DOT 1
-#else
-#define QUIRE_DOT 0
-#endif
-#if QUIRE_DOT
-#include <immintrin.h>
-#endif
 
 namespace {
-
-constexpr int64_t kStrip = 16;                       // rows of the weight
-constexpr int64_t kSpan = 32;                        // inputs that are unpacked at once
-constexpr int64_t kFours = kSpan / 4;
-constexpr int64_t kVector = kStrip * 4;              // bytes
-constexpr int64_t kParts = kStrip / kLanes;          // registers that a strip's vector takes
-constexpr int64_t kTile = 32;                        // rows of x: their sums stay in L1
-constexpr int kAtOnce = kRegisters == 32 ? 8 : 4;    // of them, whose sums are in registers
-constexpr int64_t kPieceBytes = 48 * 1024;           // of weight that a thread takes at a time
-constexpr int64_t kWorthSharing = 512 * 1024;        // multiply-adds: fewer take less time than waking a thread
-constexpr int64_t kWorthRounding = 64 * 1024;        // numbers of x: the same
-constexpr float kSmallest = 1e-30f;                  // a block whose largest number is smaller counts as zeros
-
-typedef uint8_t bytes __attribute__((vector_size(kLanes * 4)));
-typedef F::i ints;
-typedef F::u words;
 
 thread_local Scratch codes_scratch, scales_scratch;
 
@@ -81,21 +50,6 @@ using Q4_K = Kind<4, 0, 256, 32, 0, Scales::kBytes, Minimums::kBytes>;
 using Q5_K = Kind<4, 1, 256, 32, 0, Scales::kBytes, Minimums::kBytes>;
 using Q6_K = Kind<4, 2, 256, 16, 32, Scales::kBytes, Minimums::kNone>;
 
-// Arguments as Python packs them (8 bytes per field). Tensors that a kind does not have are null.
-struct Packed {
-    const uint8_t *codes, *high;
-    const int8_t *scale, *minimum;
-    const uint16_t *d, *m;  // float16
-};
-
-template <class T>
-struct Product {
-    Packed weight;
-    const T *x, *bias;
-    T* y;
-    int64_t rows, n, k, x_stride, y_stride, kind, threads;
-};
-
 template <class T>
 struct Lookup {
     Packed weight;
@@ -103,94 +57,6 @@ struct Lookup {
     T* out;
     int64_t rows, k, kind, threads;
 };
-
-INLINE float from_half(uint16_t half) {
-#if defined(__F16C__)
-    return _cvtsh_ss(half);
-#else
-    const uint32_t sign = uint32_t(half & 0x8000) << 16, rest = half & 0x7fff;
-    float value;
-    if (rest >= 0x7c00) {  // infinity, or not a number
-        const uint32_t bits = sign | 0x7f800000 | (rest & 0x3ff) << 13;
-        std::memcpy(&value, &bits, 4);
-        return value;
-    }
-    const uint32_t bits = rest << 13;  // as float32 it is 2^112 times too small; denormals become numbers in the product
-    std::memcpy(&value, &bits, 4);
-    value *= 0x1p112f;
-    return sign ? -value : value;
-#endif
-}
-
-INLINE vec load_halves(const uint16_t* p) {
-#if defined(__AVX512F__)
-    return (vec)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
-#elif defined(__F16C__)
-    return (vec)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
-#else
-    vec out;
-    for (int i = 0; i < kLanes; i++) out[i] = from_half(p[i]);
-    return out;
-#endif
-}
-
-template <class B>
-INLINE ints load_small(const B* p) {
-    ints out;
-#if QUIRE_DOT >= 2
-    const __m128i small = _mm_loadu_si128((const __m128i*)p);
-    out = (ints)(std::numeric_limits<B>::is_signed ? _mm512_cvtepi8_epi32(small) : _mm512_cvtepu8_epi32(small));
-#elif QUIRE_DOT == 1
-    const __m128i small = _mm_loadl_epi64((const __m128i*)p);
-    out = (ints)(std::numeric_limits<B>::is_signed ? _mm256_cvtepi8_epi32(small) : _mm256_cvtepu8_epi32(small));
-#else
-    for (int i = 0; i < kLanes; i++) out[i] = p[i];
-#endif
-    return out;
-}
-
-INLINE vec to_floats(ints v) { return __builtin_convertvector(v, vec); }
-
-// sum += four codes (unsigned, of `bits` bits) times four of x, in every lane.
-template <int bits>
-INLINE void dot(ints& sum, bytes codes, const int8_t* x) {
-    int32_t four;
-    std::memcpy(&four, x, 4);
-#if QUIRE_DOT == 3
-    sum = (ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)codes, _mm512_set1_epi32(four));
-#elif QUIRE_DOT == 1 && defined(__AVXVNNI__)
-    sum = (ints)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)codes, _mm256_set1_epi32(four));
-#elif QUIRE_DOT
-    // Two products are added in 16 bits, and would saturate with codes of 8 bits: those are multiplied as two halves.
-    const auto multiply = [&](bytes part) FORCED {
-#if QUIRE_DOT == 2
-        const __m512i pairs = _mm512_maddubs_epi16((__m512i)part, _mm512_set1_epi32(four));
-        return (ints)_mm512_madd_epi16(pairs, _mm512_set1_epi16(1));
-#else
-        const __m256i pairs = _mm256_maddubs_epi16((__m256i)part, _mm256_set1_epi32(four));
-        return (ints)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
-#endif
-    };
-    if constexpr (bits < 8) sum += multiply(codes);
-    else sum += multiply(codes & 15) + (multiply((bytes)((words)codes >> 4) & 15) << 4);
-#else
-    const words lanes = (words)codes;
-    for (int i = 0; i < 4; i++) sum += (ints)(lanes >> 8 * i & 255) * int32_t(x[i]);
-#endif
-}
-
-// Fours of `bits` bits from the vectors of a plane; this register's part of them.
-template <int bits>
-INLINE void unpack(const uint8_t* plane, bytes (&fours)[kFours]) {
-    constexpr uint8_t mask = (1 << bits) - 1;
-    UNROLL
-    for (int v = 0; v < bits; v++) {
-        words packed;
-        std::memcpy(&packed, plane + v * kVector, sizeof packed);
-        UNROLL
-        for (int j = 0; j < 8 / bits; j++) fours[v + bits * j] = (bytes)(packed >> bits * j) & mask;
-    }
-}
 
 template <class K>
 INLINE void unpack_span(const uint8_t* codes, const uint8_t* high, bytes (&fours)[kFours]) {
@@ -203,22 +69,8 @@ INLINE void unpack_span(const uint8_t* codes, const uint8_t* high, bytes (&fours
     }
 }
 
-// x in 8 bits: fours of codes [rows / kAtOnce, k / 4, kAtOnce, 4], sums of a group's codes [rows / kAtOnce, k / group,
-// kAtOnce] and scales [rows / kAtOnce, k / block, kAtOnce]: rows that are multiplied at once lie side by side.
-template <class K>
-struct Rounded {
-    int8_t* codes;
-    typename K::Sum* sums;
-    float* scales;
-
-    // Where number i of `count` of a row is.
-    static INLINE int64_t place(int64_t row, int64_t i, int64_t count) {
-        return (row / kAtOnce * count + i) * kAtOnce + row % kAtOnce;
-    }
-};
-
-template <class K, class T>
-void round_row(const T* x, int64_t row, int64_t k, const Rounded<K>& into) {
+template <class K, int beside, class T>
+void round_row(const T* x, int64_t row, int64_t k, const Rounded<typename K::Sum>& into) {
     float wide[K::kBlock];
     for (int64_t b = 0; b < k; b += K::kBlock) {
         vec most{};
@@ -234,7 +86,7 @@ void round_row(const T* x, int64_t row, int64_t k, const Rounded<K>& into) {
         const bool is_zero = largest < kSmallest || !is_number;
         const float inverse = is_zero ? 0 : 127 / largest;
         // A number that is none makes every result of the row none, as it does in a product of floats.
-        into.scales[Rounded<K>::place(row, b / K::kBlock, k / K::kBlock)] =
+        into.scales[x_place<beside>(row, b / K::kBlock, k / K::kBlock)] =
             is_number ? (is_zero ? 0 : largest / 127) : std::numeric_limits<float>::quiet_NaN();
         int32_t rounded[K::kBlock];
         for (int64_t i = 0; i < K::kBlock; i++)
@@ -242,24 +94,24 @@ void round_row(const T* x, int64_t row, int64_t k, const Rounded<K>& into) {
         int8_t codes[K::kBlock];
         for (int64_t i = 0; i < K::kBlock; i++) codes[i] = int8_t(rounded[i]);
         for (int64_t i = 0; i < K::kBlock; i += 4)
-            std::memcpy(into.codes + 4 * Rounded<K>::place(row, (b + i) / 4, k / 4), codes + i, 4);
+            std::memcpy(into.codes + 4 * x_place<beside>(row, (b + i) / 4, k / 4), codes + i, 4);
         for (int64_t g = 0; g < K::kBlock / K::kGroup; g++) {
             int32_t sum = 0;
             for (int64_t i = 0; i < K::kGroup; i++) sum += rounded[g * K::kGroup + i];
-            into.sums[Rounded<K>::place(row, b / K::kGroup + g, k / K::kGroup)] = sum;
+            into.sums[x_place<beside>(row, b / K::kGroup + g, k / K::kGroup)] = sum;
         }
     }
 }
 
 // One register's rows of a strip against up to kTile rows of x.
-template <class K, class T>
+template <class K, class T, int beside>
 struct Tile {
     static constexpr int64_t kGroups = kSpan / K::kGroup;  // in a span
     static constexpr int64_t kBlockSpans = K::kBlock / kSpan;
     static constexpr int kBits = K::kLow + K::kHigh;
 
     const Product<T>& p;
-    const Rounded<K>& x;
+    const Rounded<typename K::Sum>& x;
     int64_t strip, lane;  // which strip, and which of its rows is the first lane
     int64_t m0, rows;     // of x
     vec out[kTile];
@@ -275,15 +127,15 @@ struct Tile {
     template <int count>
     INLINE void add_group(int64_t m, int64_t g, const bytes* fours, const Scaling& by) {
         constexpr int ways = count == 1 ? 4 : 1;  // sums at once: each waits for its last product
-        const float* x_scales = K::has_scale ? nullptr : x.scales + Rounded<K>::place(m0 + m, g, p.k / K::kBlock);
+        const float* x_scales = K::has_scale ? nullptr : x.scales + x_place<beside>(m0 + m, g, p.k / K::kBlock);
         ints sums[count][ways] = {};
-        const int8_t* codes = x.codes + 4 * Rounded<K>::place(m0 + m, g * (K::kGroup / 4), p.k / 4);
-        const typename K::Sum* x_sums = x.sums + Rounded<K>::place(m0 + m, g, p.k / K::kGroup);
+        const int8_t* codes = x.codes + 4 * x_place<beside>(m0 + m, g * (K::kGroup / 4), p.k / 4);
+        const typename K::Sum* x_sums = x.sums + x_place<beside>(m0 + m, g, p.k / K::kGroup);
         UNROLL
         for (int i = 0; i < K::kGroup / 4; i++)
             UNROLL
             for (int r = 0; r < count; r++)
-                dot<kBits>(sums[r][i % ways], fours[i], codes + (i * kAtOnce + r) * 4);
+                dot<kBits>(sums[r][i % ways], fours[i], codes + (i * beside + r) * 4);
         UNROLL
         for (int r = 0; r < count; r++) {
             const typename K::Sum sum = x_sums[r];
@@ -320,9 +172,8 @@ struct Tile {
                 by.scale = both & 15, by.minimum = both >> 4;
             }
             const bytes* own = fours + i * (K::kGroup / 4);
-            int64_t m = 0;
-            for (; m + kAtOnce <= rows; m += kAtOnce) add_group<kAtOnce>(m, g, own, by);
-            for (; m < rows; m++) add_group<1>(m, g, own, by);
+            if constexpr (beside == 1) add_group<1>(0, g, own, by);
+            else by_count(rows, [&](auto count, int64_t m) FORCED { add_group<count()>(m, g, own, by); });
         }
     }
 
@@ -335,7 +186,7 @@ struct Tile {
         for (int64_t i = 0; i < kBlockSpans; i++) add_span(block * kBlockSpans + i, by);
         if constexpr (K::has_scale)
             for (int64_t m = 0; m < rows; m++) {
-                const float x_scale = x.scales[Rounded<K>::place(m0 + m, block, p.k / K::kBlock)];
+                const float x_scale = x.scales[x_place<beside>(m0 + m, block, p.k / K::kBlock)];
                 add_total(m, x_scale, totals[m], minimums[m], by);
             }
     }
@@ -355,26 +206,30 @@ struct Tile {
     }
 };
 
-template <class K, class T>
-void product(const Product<T>& p) {
+template <class K, int beside, class T>
+void product_of(const Product<T>& p) {
     const int64_t groups = p.k / K::kGroup, blocks = p.k / K::kBlock;
-    Rounded<K> x;
-    const int64_t padded = (p.rows + kAtOnce - 1) / kAtOnce * kAtOnce;
+    Rounded<typename K::Sum> x;
+    const int64_t padded = (p.rows + beside - 1) / beside * beside;
     x.codes = reinterpret_cast<int8_t*>(codes_scratch.get(padded * p.k / 4));
     x.scales = scales_scratch.get(padded * (blocks + groups));
     x.sums = reinterpret_cast<typename K::Sum*>(x.scales + padded * blocks);
     const int64_t each = std::max<int64_t>(1, 8192 / p.k);
     share_items(p.rows, each, p.threads, p.rows * p.k > kWorthRounding, [&](int64_t row) {
-        round_row<K>(p.x + row * p.x_stride, row, p.k, x);
+        round_row<K, beside>(p.x + row * p.x_stride, row, p.k, x);
     });
     const int64_t strips = (p.n + kStrip - 1) / kStrip, strip_bytes = kStrip * p.k * (K::kLow + K::kHigh) / 8;
-    const int64_t fair = strips / (p.threads * 8), worth = std::max<int64_t>(1, kPieceBytes / strip_bytes);
-    share_items(strips, std::max<int64_t>(1, std::min(fair, worth)), p.threads, p.rows * p.n * p.k > kWorthSharing,
+    share_items(strips, strips_at_once(strips, strip_bytes, p.threads), p.threads, p.rows * p.n * p.k > kWorthSharing,
                 [&](int64_t strip) {
                     for (int64_t m = 0; m < p.rows; m += kTile)
                         for (int64_t part = 0; part < kParts; part++)
-                            Tile<K, T>{p, x, strip, part * kLanes, m, std::min(kTile, p.rows - m)}.run();
+                            Tile<K, T, beside>{p, x, strip, part * kLanes, m, std::min(kTile, p.rows - m)}.run();
                 });
+}
+
+template <class K, class T>
+void product(const Product<T>& p) {
+    p.rows == 1 ? product_of<K, 1>(p) : product_of<K, kAtOnce>(p);
 }
 
 template <int bits>
@@ -434,6 +289,7 @@ void with_kind(int64_t kind, Run run) {
 
 template <class T>
 void packed_linear(const Product<T>& p) {
+    if (p.kind >= kStripKinds) return strip_linear(p);
     with_kind(p.kind, [&](auto kind) { product<decltype(kind)>(p); });
 }
 

@@ -22,6 +22,9 @@ def gate_mul(gate, up, ACTIVATION: tl.constexpr):
     elif ACTIVATION == "gelu_tanh":
         # 0.5 (1 + tanh(z)) is sigmoid(2 z).
         out = gate / (1 + tl.exp(-1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))) * up
+    elif ACTIVATION == "relu2":
+        positive = tl.maximum(gate, 0.0)
+        out = positive * positive * up
     else:
         tl.static_assert(ACTIVATION == "relu")
         out = tl.maximum(gate, 0.0) * up

@@ -6,13 +6,14 @@ from collections.abc import Sequence
 
 import torch
 
+from quire.kernels.adapters import SlotTokens
 from quire.kernels.base import CompilableKernel
 from quire.kernels.gates import PLAIN_EXPERTS, ExpertVariant
 from quire.kernels.kv import LayerKV
 from quire.kernels.reference import TorchOps
 from quire.kernels.routing import RouteRule
 from quire.kernels.states import DeltaNet, Mamba, Mamba2, ShortConv, States, StepRows
-from quire.kernels.triton import elementwise
+from quire.kernels.triton import elementwise, low_rank
 from quire.kernels.triton.cublaslt import TunedGemms, tuned_gemms
 from quire.kernels.triton.latent.prepare import prepare_latent
 from quire.kernels.triton.launch import INTERPRETED
@@ -341,6 +342,21 @@ class TritonOps(TorchOps):
     ) -> None:
         kernel = prepare_latent if _is_supported(latent) and cache.stride(2) == 1 else super().prepare_latent
         kernel(q, latent, positions, cos_sin, gain, eps, cache, slots, interleaved)
+
+    def add_low_rank(
+        self,
+        out: torch.Tensor,
+        x: torch.Tensor,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        tokens: SlotTokens,
+        bounds: tuple[int, ...],
+    ) -> None:
+        is_plain = _is_supported(x) and _is_supported(out) and len(bounds) <= low_rank.MAX_PARTS + 1
+        if is_plain and len(x) and a.is_contiguous() and b.is_contiguous():
+            low_rank.add_low_rank(out, x, a, b, tokens.slots, bounds)
+        else:
+            super().add_low_rank(out, x, a, b, tokens, bounds)
 
     def sigmoid_mul(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         if not (_is_supported(x) and _is_supported(gate) and x.is_contiguous()):

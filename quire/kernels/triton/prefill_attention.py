@@ -157,14 +157,14 @@ def _exists(n, start, low, end, WINDOW: tl.constexpr):
 
 
 @triton.jit
-def _mask(scores, start, n, position, first, last, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
+def _mask(scores, start, n, position, limit, first, last, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
     """Causal and window mask: scores of invisible keys become very low. Most tiles are fully visible and skip it."""
     edge = start + BLOCK_N > first + 1
     if WINDOW > 0:
         edge = edge | (start <= last - WINDOW)
     if edge:
         key = start + n
-        seen = key[None, :] <= position[:, None]
+        seen = key[None, :] <= limit[:, None]
         if WINDOW > 0:
             seen = seen & (key[None, :] > position[:, None] - WINDOW)
         # Not -inf: a row that sees no key of its first tile must not become NaN. What it accumulates there is scaled
@@ -192,7 +192,7 @@ def _softmax(scores, best, weight, scale, score_scale, SCALED: tl.constexpr):
 
 @triton.jit
 def _prefill(
-    q, kv, out, tables, tiles, sinks, slopes, scale, stride_q, stride_half, stride_table,
+    q, kv, out, tables, tiles, sinks, slopes, ahead, scale, stride_q, stride_half, stride_table,
     STRIDE_BLOCK: tl.constexpr, STRIDE_HEAD: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, GROUP: tl.constexpr,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_P2: tl.constexpr, BLOCK: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, STAGES: tl.constexpr, SKEWED: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
@@ -212,7 +212,14 @@ def _prefill(
     count = tl.load(entry + 2)
     first = tl.load(entry + 3)
     last = first + count - 1
+    m = tl.arange(0, BLOCK_M)
+    token = m // GROUP
+    position = first + tl.minimum(token, count - 1)
+    limit = position
     end = last + 1
+    if ahead is not None:
+        limit += tl.load(ahead + first_token + token, mask=token < count, other=0)
+        end = tl.maximum(end, tl.max(limit, 0) + 1)
     low = 0
     begin = 0
     if WINDOW > 0:
@@ -222,12 +229,9 @@ def _prefill(
     # in flight; it would then serialize every WGMMA of the kernel.
     tl.assume(begin < end)
 
-    m = tl.arange(0, BLOCK_M)
     n = tl.arange(0, BLOCK_N)
     d = tl.arange(0, DIM_P2)
     in_dim = (d < DIM)[None, :]
-    token = m // GROUP
-    position = first + tl.minimum(token, count - 1)
     line = (first_token + token).to(tl.int64)[:, None]
     at = (head * GROUP + m % GROUP)[:, None] * DIM + d[None, :]
     there = (token < count)[:, None] & in_dim
@@ -282,11 +286,11 @@ def _prefill(
                 scores = capped(scores * score_scale, CAP)
             if slopes is not None:
                 scores += slope * (start + n[None, :] - position[:, None])
-            scores = _mask(scores, start, n, position, first, last, WINDOW, BLOCK_N)
+            scores = _mask(scores, start, n, position, limit, first, last, WINDOW, BLOCK_N)
             p, keep, best, weight = _softmax(scores, best, weight, scale, score_scale, SCALED)
             if TOKEN_SCALES:
                 p = p * v_scales[None, :]
-        start = tl.multiple_of(last // BLOCK_N * BLOCK_N, BLOCK_N)
+        start = tl.multiple_of((end - 1) // BLOCK_N * BLOCK_N, BLOCK_N)
         exists = _exists(n, start, low, end, WINDOW)[:, None]
         offsets = _key_offsets(table, start, stride_table, BLOCK, BLOCK_N, STRIDE_BLOCK, DIM)
         v = tl.load(values + offsets[:, None], mask=exists & in_dim, other=0.0)
@@ -314,7 +318,7 @@ def _prefill(
                 scores = capped(scores * score_scale, CAP)
             if slopes is not None:
                 scores += slope * (start + n[None, :] - position[:, None])
-            scores = _mask(scores, start, n, position, first, last, WINDOW, BLOCK_N)
+            scores = _mask(scores, start, n, position, limit, first, last, WINDOW, BLOCK_N)
             p, keep, best, weight = _softmax(scores, best, weight, scale, score_scale, SCALED)
             if TOKEN_SCALES:
                 p = p * v_scales[None, :]
@@ -350,13 +354,14 @@ def plan_tiles(
 def prefill_attention(
     q: torch.Tensor, kv: LayerKV, out: torch.Tensor, tables: torch.Tensor, tiles: torch.Tensor, scale: float,
     window: int | None, tile: PrefillTile | None = None, soft_cap: float | None = None,
-    sinks: torch.Tensor | None = None, slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None, slopes: torch.Tensor | None = None, ahead: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
     """Causal attention of the tokens that `tiles` lists into their rows of `out`; see AttentionBackend.attend.
 
     q [T, heads, head_dim], heads contiguous, any stride between tokens; out [T, heads * head_dim] contiguous; kv one
     layer's cache; tables [batch rows, max_blocks] int32, fastest when max_blocks is a multiple of 16. `tile` must be
-    the one `tiles` was planned with. Scale, window, soft cap, sinks and slopes as in `AttentionSpec`.
+    the one `tiles` was planned with. Scale, window, soft cap, sinks and slopes as in `AttentionSpec`; `ahead` as in
+    `AttentionInputs`.
     """
     _, heads, dim = q.shape
     _, _, kv_heads, block_size, _ = kv.shape
@@ -364,8 +369,8 @@ def prefill_attention(
     tile = tile or prefill_tile(dim, q.element_size())
     factor, cap = score_arguments(scale, soft_cap)
     _prefill[(tiles.shape[0] * kv_heads,)](
-        q, kv.codes if isinstance(kv, QuantizedKV) else kv, out, tables, tiles, sinks, slopes, factor, q.stride(0),
-        stride_half, tables.stride(0),
+        q, kv.codes if isinstance(kv, QuantizedKV) else kv, out, tables, tiles, sinks, slopes, ahead, factor,
+        q.stride(0), stride_half, tables.stride(0),
         STRIDE_BLOCK=stride_block, STRIDE_HEAD=stride_head, WINDOW=window or 0, CAP=cap, GROUP=heads // kv_heads,
         KV_HEADS=kv_heads, DIM=dim, DIM_P2=max(16, triton.next_power_of_2(dim)), BLOCK=block_size,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, STAGES=tile.stages, SKEWED=tile.skewed,

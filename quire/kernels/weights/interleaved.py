@@ -15,6 +15,8 @@ STRIP = 16
 SPAN = 32
 """Inputs whose codes are unpacked at once."""
 FOURS = SPAN // 4
+AT_ONCE = 1 << 20
+"""Values re-laid at a time: enough for vectors, few enough that temporaries stay in cache and raise no peak."""
 LARGEST_CODE = 127
 SMALLEST = 1e-30
 """A block of activations whose largest number is smaller counts as zeros."""
@@ -36,12 +38,25 @@ def deinterleave(packed: torch.Tensor, bits: int) -> torch.Tensor:
     return torch.stack([(packed >> shift) & mask for shift in range(0, 8, bits)], -3).flatten(-4)
 
 
-class InterleavedWeight(QuantizedWeight):
-    """A matrix in one of `KINDS`, 16 of its outputs (a strip) side by side.
+def round_blocks(x: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """x in 8 bits by blocks: (codes int8 [rows, blocks, block], scales float32 [rows, blocks, 1])."""
+    blocks = x.float().unflatten(-1, (-1, block))
+    largest = blocks.abs().amax(-1, keepdim=True)
+    is_number = blocks.isfinite().all(-1, keepdim=True)
+    is_zero = (largest < SMALLEST) | ~is_number
+    # By a tensor: torch divides a number by multiplying with the reciprocal, which rounds twice.
+    inverse = torch.where(is_zero, 0.0, torch.full_like(largest, LARGEST_CODE) / largest)
+    codes = torch.where(is_zero, 0.0, blocks * inverse).round().to(torch.int8)
+    scale = torch.where(is_zero, 0.0, largest / torch.full_like(largest, LARGEST_CODE))
+    return codes, torch.where(is_number, scale, torch.nan)
 
-    codes, high    uint8 [strips, spans, bits, 16, 4] (`interleave`)
-    scale, minimum int8 or uint8 [strips, groups, 16]
-    d, m           float16 [strips, blocks, 16]
+
+class InterleavedWeight(QuantizedWeight):
+    """A matrix in one of `KINDS`, or a stack of them; 16 outputs (a strip) side by side.
+
+    codes, high    uint8 [..., strips, spans, bits, 16, 4] (`interleave`)
+    scale, minimum int8 or uint8 [..., strips, groups, 16]
+    d, m           float16 [..., strips, blocks, 16]
 
     Activations are rounded to 8 bits by blocks of 32 inputs, or 256 where the weight's blocks are. Sums are exact in
     integers within a block, scaled in float32, and added in the order of blocks. The last strip may have outputs of
@@ -53,21 +68,22 @@ class InterleavedWeight(QuantizedWeight):
     def __init__(self, kind: BlockKind, tensors: dict[str, torch.Tensor], outputs: int, dtype: torch.dtype) -> None:
         self.kind, self.dtype = kind, dtype
         self._tensors = tensors
-        self.shape = torch.Size((outputs, tensors["d"].shape[1] * kind.block))
+        *lead, blocks, _ = tensors["d"].shape
+        self.shape = torch.Size((*lead[:-1], outputs, blocks * kind.block))
 
     @classmethod
     def allocate(
         cls, shape: Sequence[int], dtype: torch.dtype, allocate: Allocate, kind: BlockKind
     ) -> InterleavedWeight:
         """One without values."""
-        outputs, width = shape
+        *lead, outputs, width = shape
         strips = -(-outputs // STRIP)
         planes = {"codes": kind.low, "high": kind.high}
         tensors = {}
         for name, (element, ratio) in kind.held.items():
             plane = planes.get(name)
             held = (width // ratio, STRIP) if plane is None else (width // SPAN, plane.bits, STRIP, 4)
-            tensors[name] = allocate((strips, *held), element)
+            tensors[name] = allocate((*lead, strips, *held), element)
         return cls(kind, tensors, outputs, dtype)
 
     @property
@@ -76,11 +92,12 @@ class InterleavedWeight(QuantizedWeight):
         return list(KINDS).index(self.kind.name)
 
     def write(self, rows: slice, blocks: torch.Tensor) -> None:
-        """Fill some outputs from the file's blocks, uint8 [rows, bytes]."""
-        first, last, _ = rows.indices(self.shape[0])
-        index = torch.arange(first, last)
-        for name, part in split_blocks(self.kind, blocks).items():
-            self._rows(name)[index // STRIP, index % STRIP] = self._relaid(name, part)
+        """Fill some outputs of a matrix from the file's blocks, uint8 [rows, bytes]."""
+        first, last, _ = rows.indices(self.shape[-2])
+        some = max(STRIP, AT_ONCE // self.shape[-1])
+        for index, own in zip(torch.arange(first, last).split(some), blocks.split(some), strict=True):
+            for name, part in split_blocks(self.kind, own).items():
+                self._rows(name)[index // STRIP, index % STRIP] = self._relaid(name, part)
 
     def _relaid(self, name: str, part: torch.Tensor) -> torch.Tensor:
         """A field of some outputs, as it lies in a strip."""
@@ -91,7 +108,7 @@ class InterleavedWeight(QuantizedWeight):
         return {"codes": self.kind.low, "high": self.kind.high}.get(name)
 
     def _rows(self, name: str) -> torch.Tensor:
-        """A tensor with its strips' outputs second: [strips, 16, …]."""
+        """A matrix's tensor with its strips' outputs second: [strips, 16, …]."""
         return self._tensors[name].movedim(-2 if self._plane(name) else -1, 1)
 
     @property
@@ -99,10 +116,13 @@ class InterleavedWeight(QuantizedWeight):
         return self._tensors
 
     def with_tensors(self, tensors: dict[str, torch.Tensor], shape: Sequence[int]) -> InterleavedWeight:
-        return InterleavedWeight(self.kind, tensors, shape[0], self.dtype)
+        return InterleavedWeight(self.kind, tensors, shape[-2], self.dtype)
 
     def select(self, index: torch.Tensor | slice | int) -> InterleavedWeight:
-        raise NotImplementedError("outputs of an interleaved weight are not selected")
+        """One matrix of a stack."""
+        if self.dim() == 2 or not isinstance(index, int):
+            raise NotImplementedError("outputs of an interleaved weight are not selected")
+        return super().select(index)
 
     def values(self, outputs: torch.Tensor) -> torch.Tensor:
         """Some outputs' values, in float32."""
@@ -113,6 +133,8 @@ class InterleavedWeight(QuantizedWeight):
         return block_values(self.kind, codes, fields)
 
     def dequantize(self) -> torch.Tensor:
+        if self.dim() == 3:
+            return torch.stack([self.select(index).dequantize() for index in range(self.shape[0])])
         return self.values(torch.arange(self.shape[0])).to(self.dtype)
 
     def embedding(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -124,15 +146,7 @@ class InterleavedWeight(QuantizedWeight):
 
     def round_input(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """x by blocks: (codes int8 [rows, blocks, block], scales float32 [rows, blocks, 1])."""
-        blocks = x.float().unflatten(-1, (-1, self.kind.block))
-        largest = blocks.abs().amax(-1, keepdim=True)
-        is_number = blocks.isfinite().all(-1, keepdim=True)
-        is_zero = (largest < SMALLEST) | ~is_number
-        # By a tensor: torch divides a number by multiplying with the reciprocal, which rounds twice.
-        inverse = torch.where(is_zero, 0.0, torch.full_like(largest, LARGEST_CODE) / largest)
-        codes = torch.where(is_zero, 0.0, blocks * inverse).round().to(torch.int8)
-        scale = torch.where(is_zero, 0.0, largest / torch.full_like(largest, LARGEST_CODE))
-        return codes, torch.where(is_number, scale, torch.nan)
+        return round_blocks(x, self.kind.block)
 
     def quantize_input(self, x: torch.Tensor) -> torch.Tensor:
         codes, scale = self.round_input(x)

@@ -1,0 +1,197 @@
+// What products with packed weights share (packed.cpp, strips.cpp): strips of 16 outputs, codes unpacked and multiplied.
+#pragma once
+
+#include <algorithm>
+#include <limits>
+#include <type_traits>
+
+#include "simd.h"
+
+// How bytes are multiplied: 3: AVX-512 VNNI, 2: AVX-512, 1: AVX2 (its VNNI too, where it is), 4: NEON
+// (its dot products too), 0: plain C++.
+#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
+#define QUIRE_DOT 3
+#elif defined(__AVX512BW__)
+#define QUIRE_DOT 2
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+#define QUIRE_DOT 1
+#elif defined(__aarch64__)
+#define QUIRE_DOT 4
+#else
+#define QUIRE_DOT 0
+#endif
+#if QUIRE_DOT == 4
+#include <arm_neon.h>
+#elif QUIRE_DOT
+#include <immintrin.h>
+#endif
+
+// Arguments as Python packs them (8 bytes per field). Tensors that a kind does not have are null.
+struct Packed {
+    const uint8_t *codes, *high;
+    const int8_t *scale, *minimum;
+    const uint16_t *d, *m;  // float16; d of strips.cpp is float32
+};
+
+template <class T>
+struct Product {
+    Packed weight;
+    const T *x, *bias;
+    T* y;
+    int64_t rows, n, k, x_stride, y_stride, kind, block, group, threads;  // block, group: inputs, for strips.cpp
+};
+
+namespace {
+
+constexpr int64_t kStrip = 16;                       // rows of the weight
+constexpr int64_t kSpan = 32;                        // inputs that are unpacked at once
+constexpr int64_t kFours = kSpan / 4;
+constexpr int64_t kVector = kStrip * 4;              // bytes
+constexpr int64_t kParts = kStrip / kLanes;          // registers that a strip's vector takes
+constexpr int64_t kTile = 32;                        // rows of x: their sums stay in L1
+constexpr int kAtOnce = kRegisters == 32 ? 8 : 4;    // of them, whose sums are in registers
+constexpr int64_t kPieceBytes = 48 * 1024;           // of weight that a thread takes at a time
+constexpr int64_t kWorthSharing = 512 * 1024;        // multiply-adds: fewer take less time than waking a thread
+constexpr int64_t kWorthRounding = 64 * 1024;        // numbers of x: the same
+constexpr int64_t kStripKinds = 16;                  // kinds from here on are those of strips.cpp
+constexpr float kSmallest = 1e-30f;                  // a block whose largest number is smaller counts as zeros
+
+typedef uint8_t bytes __attribute__((vector_size(kLanes * 4)));
+typedef F::i ints;
+typedef F::u words;
+
+INLINE float from_half(uint16_t half) {
+#if defined(__F16C__)
+    return _cvtsh_ss(half);
+#else
+    const uint32_t sign = uint32_t(half & 0x8000) << 16, rest = half & 0x7fff;
+    float value;
+    if (rest >= 0x7c00) {  // infinity, or not a number
+        const uint32_t bits = sign | 0x7f800000 | (rest & 0x3ff) << 13;
+        std::memcpy(&value, &bits, 4);
+        return value;
+    }
+    const uint32_t bits = rest << 13;  // as float32 it is 2^112 times too small; denormals become numbers in the product
+    std::memcpy(&value, &bits, 4);
+    value *= 0x1p112f;
+    return sign ? -value : value;
+#endif
+}
+
+INLINE vec load_halves(const uint16_t* p) {
+#if defined(__AVX512F__)
+    return (vec)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
+#elif defined(__F16C__)
+    return (vec)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
+#else
+    vec out;
+    for (int i = 0; i < kLanes; i++) out[i] = from_half(p[i]);
+    return out;
+#endif
+}
+
+template <class B>
+INLINE ints load_small(const B* p) {
+    ints out;
+#if QUIRE_DOT == 2 || QUIRE_DOT == 3
+    const __m128i small = _mm_loadu_si128((const __m128i*)p);
+    out = (ints)(std::numeric_limits<B>::is_signed ? _mm512_cvtepi8_epi32(small) : _mm512_cvtepu8_epi32(small));
+#elif QUIRE_DOT == 1
+    const __m128i small = _mm_loadl_epi64((const __m128i*)p);
+    out = (ints)(std::numeric_limits<B>::is_signed ? _mm256_cvtepi8_epi32(small) : _mm256_cvtepu8_epi32(small));
+#else
+    for (int i = 0; i < kLanes; i++) out[i] = p[i];
+#endif
+    return out;
+}
+
+INLINE vec to_floats(ints v) { return __builtin_convertvector(v, vec); }
+
+// sum += four codes (unsigned, of `bits` bits) times four of x, in every lane.
+template <int bits>
+INLINE void dot(ints& sum, bytes codes, const int8_t* x) {
+    int32_t four;
+    std::memcpy(&four, x, 4);
+#if QUIRE_DOT == 3
+    sum = (ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)codes, _mm512_set1_epi32(four));
+#elif QUIRE_DOT == 1 && defined(__AVXVNNI__)
+    sum = (ints)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)codes, _mm256_set1_epi32(four));
+#elif QUIRE_DOT == 1 || QUIRE_DOT == 2 || QUIRE_DOT == 4
+    // Two products are added in 16 bits (NEON's dot products take signed bytes), and would saturate with codes of 8
+    // bits: those are multiplied as two halves.
+    const auto multiply = [&](ints sum, bytes part) FORCED {
+#if QUIRE_DOT == 2
+        const __m512i pairs = _mm512_maddubs_epi16((__m512i)part, _mm512_set1_epi32(four));
+        return sum + (ints)_mm512_madd_epi16(pairs, _mm512_set1_epi16(1));
+#elif QUIRE_DOT == 1
+        const __m256i pairs = _mm256_maddubs_epi16((__m256i)part, _mm256_set1_epi32(four));
+        return sum + (ints)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+#else
+        const int8x16_t codes = (int8x16_t)part, fours = vreinterpretq_s8_s32(vdupq_n_s32(four));
+#if defined(__ARM_FEATURE_DOTPROD)
+        return (ints)vdotq_s32((int32x4_t)sum, codes, fours);
+#else
+        const int16x8_t low = vmull_s8(vget_low_s8(codes), vget_low_s8(fours)), high = vmull_high_s8(codes, fours);
+        return (ints)vpadalq_s16((int32x4_t)sum, vpaddq_s16(low, high));
+#endif
+#endif
+    };
+    if constexpr (bits < 8) sum = multiply(sum, codes);
+    else sum = multiply(sum, codes & 15) + (multiply(ints{}, (bytes)((words)codes >> 4) & 15) << 4);
+#else
+    const words lanes = (words)codes;
+    for (int i = 0; i < 4; i++) sum += (ints)(lanes >> 8 * i & 255) * int32_t(x[i]);
+#endif
+}
+
+// Fours of `bits` bits from the vectors of a plane; this register's part of them.
+template <int bits>
+INLINE void unpack(const uint8_t* plane, bytes (&fours)[kFours]) {
+    constexpr uint8_t mask = (1 << bits) - 1;
+    UNROLL
+    for (int v = 0; v < bits; v++) {
+        words packed;
+        std::memcpy(&packed, plane + v * kVector, sizeof packed);
+        UNROLL
+        for (int j = 0; j < 8 / bits; j++) fours[v + bits * j] = (bytes)(packed >> bits * j) & mask;
+    }
+}
+
+// x in 8 bits: fours of codes [rows / beside, k / 4, beside, 4], sums of a group's codes [rows / beside, k / group,
+// beside] and scales [rows / beside, k / block, beside]: rows that are multiplied at once, kAtOnce, lie side by side. A
+// lone row has none beside it: it would not stay in L1.
+template <class Sum>
+struct Rounded {
+    int8_t* codes;
+    Sum* sums;
+    float* scales;
+};
+
+// Where number i of `count` of a row of x is.
+template <int beside = kAtOnce>
+INLINE int64_t x_place(int64_t row, int64_t i, int64_t count) {
+    return (row / beside * count + i) * beside + row % beside;
+}
+
+// Calls visit(count, m) for rows m to m + count - 1, as many at once as registers hold, until all `rows` are visited.
+template <class Visit>
+INLINE void by_count(int64_t rows, const Visit& visit) {
+    int64_t m = 0;
+    for (; m + kAtOnce <= rows; m += kAtOnce) visit(std::integral_constant<int, kAtOnce>{}, m);
+    if constexpr (kAtOnce > 4)
+        if (m + 4 <= rows) visit(std::integral_constant<int, 4>{}, m), m += 4;
+    if (m + 2 <= rows) visit(std::integral_constant<int, 2>{}, m), m += 2;
+    if (m < rows) visit(std::integral_constant<int, 1>{}, m);
+}
+
+// Strips that a thread takes at a time.
+INLINE int64_t strips_at_once(int64_t strips, int64_t strip_bytes, int64_t threads) {
+    const int64_t fair = strips / (threads * 8), worth = std::max<int64_t>(1, kPieceBytes / strip_bytes);
+    return std::max<int64_t>(1, std::min(fair, worth));
+}
+
+}  // namespace
+
+// Products of the kinds of strips.cpp.
+void strip_linear(const Product<float>& p);
+void strip_linear(const Product<bf16>& p);
