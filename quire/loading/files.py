@@ -1,4 +1,4 @@
-"""A model's files on disk: a folder in the Hub's layout, or one GGUF file."""
+"""A model's files on disk: a folder in the Hub's layout, one GGUF file, or a bundle."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.errors import CheckpointError, ModelNotFoundError
+from quire.loading.bundle import Bundle, is_bundle, read_bundle
 
 GGUF_MAGIC = b"GGUF"
 
@@ -30,6 +31,8 @@ class ModelFiles:
     gguf: Path | None = None
     folder: Path | None = None
     """The folder with config.json and tokenizer files, if there is one."""
+    bundle: Path | None = None
+    """The bundle that has the weights; `folder` is then where its small files were unpacked."""
 
     @property
     def kind(self) -> str | None:
@@ -40,6 +43,8 @@ class ModelFiles:
         """The weight files of one kind (safetensors, pt or gguf), sorted; empty when there are none."""
         if kind == "gguf":
             return () if self.gguf is None else (self.gguf,)
+        if self.bundle is not None:
+            return read_bundle(self.bundle).weights if kind == "safetensors" and self.gguf is None else ()
         if self.folder is None:
             return ()
         if kind == "safetensors":
@@ -50,19 +55,23 @@ class ModelFiles:
 
     def to_plain(self) -> dict[str, str | None]:
         """As plain data, to send to another process."""
-        places = {"path": self.path, "gguf": self.gguf, "folder": self.folder}
+        places = {"path": self.path, "gguf": self.gguf, "folder": self.folder, "bundle": self.bundle}
         return {"name": self.name, **{name: None if path is None else str(path) for name, path in places.items()}}
 
     @classmethod
     def from_plain(cls, fields: Mapping[str, str | None]) -> ModelFiles:
         """The inverse of `to_plain`."""
-        gguf, folder = (None if fields[name] is None else Path(str(fields[name])) for name in ("gguf", "folder"))
-        return cls(str(fields["name"]), Path(str(fields["path"])), gguf, folder)
+        gguf, folder, bundle = (
+            None if (place := fields.get(name)) is None else Path(place) for name in ("gguf", "folder", "bundle")
+        )
+        if bundle is not None and folder is not None and not folder.is_dir():
+            folder = read_bundle(bundle).unpack()  # another machine
+        return cls(str(fields["name"]), Path(str(fields["path"])), gguf, folder, bundle)
 
     def weight_index(self, kind: str) -> Path | None:
         """The JSON file that maps tensors to shards, if there is one."""
         name = {"safetensors": SAFETENSORS_INDEX, "pt": TORCH_INDEX}.get(kind)
-        if name is None or self.folder is None or not (self.folder / name).is_file():
+        if name is None or self.folder is None or self.bundle is not None or not (self.folder / name).is_file():
             return None
         return self.folder / name
 
@@ -84,6 +93,8 @@ def _pick(folder: Path, pattern: str, single: str, doubled: str) -> tuple[Path, 
 def local_files(name: str, path: Path) -> ModelFiles:
     """The model in a folder or a GGUF file that exists."""
     path = path.resolve()
+    if path.is_file() and is_bundle(path):
+        return _bundled(name, read_bundle(path))
     if path.is_file():
         return ModelFiles(name, path, gguf=_checked_gguf(path))
     folder = ModelFiles(name, path, folder=path)
@@ -98,6 +109,16 @@ def local_files(name: str, path: Path) -> ModelFiles:
     if (path / "config.json").is_file():
         return folder  # Enough for dummy weights; loading real ones reports what is missing.
     raise ModelNotFoundError(f"{path} has no model: it contains neither config.json nor a .gguf file")
+
+
+def _bundled(name: str, bundle: Bundle) -> ModelFiles:
+    """The model in a bundle."""
+    weights = bundle.weights
+    if not weights:
+        raise CheckpointError(f"{bundle.path}: the bundle has no weights")
+    bundle.check(always=False)
+    gguf = next((path for path in weights if path.suffix == ".gguf"), None)
+    return ModelFiles(name, bundle.path, gguf, bundle.unpack() if bundle.small else None, bundle.path)
 
 
 def _checked_gguf(path: Path) -> Path:

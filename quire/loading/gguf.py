@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import mmap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,8 +14,9 @@ import torch
 
 from quire.errors import CheckpointError, UnsupportedModelError
 from quire.loading.file_checkpoint import REOPEN_AFTER
+from quire.loading.gguf_config import delta_net_heads, kv_heads_of, num_layers
 from quire.loading.gguf_header import GGUFHeader, TensorInfo, block_sizes, read_header
-from quire.loading.gguf_names import NAMES, addend, hf_name, is_flat, is_transposed, row_order
+from quire.loading.gguf_names import NAMES, full_shape, hf_name, is_transposed, layer_of, restored, row_order
 from quire.loading.weights import AnyTarget, AssemblyPart, StoredWeight
 
 # Values dequantized at a time: enough to keep threads busy, few enough that temporaries do not raise the memory peak.
@@ -42,27 +44,37 @@ class GGUFCheckpoint:
                 f"{path}: GGUF architecture {family!r} is not supported; supported: {', '.join(sorted(NAMES))}"
             )
         heads = self.header.integer(f"{family}.attention.head_count", 0)
-        kv_heads = self.header.integer(f"{family}.attention.head_count_kv", heads)
-        file = _MappedFile(self.header)
+        kv_heads = max(kv_heads_of(self.header, heads), default=heads)
+        delta_net = delta_net_heads(self.header)
+        guesses = self.header.integer(f"{family}.nextn_predict_layers", 0)
+        layers = num_layers(self.header) if guesses else math.inf
+        file = self._file = _MappedFile(self.header)
         self._weights: dict[str, GGUFWeight] = {}
         for info in self.header.tensors.values():
             name = hf_name(family, info.name)
-            if name is None:
+            if name is None or layer_of(info.name) >= layers:  # layers that only guess ahead
                 continue
             flip = is_transposed(family, info.name)
             order = row_order(family, info.name, info.shape[0], heads, kv_heads)
-            if is_flat(info.name) and len(info.shape) == 1:
-                info = replace(info, shape=(1, *info.shape))
+            columns = None
+            if delta_net is not None:
+                order = delta_net.output_order(info.name, info.shape[0])
+                columns = delta_net.input_order(info.name)
+            info = replace(info, shape=full_shape(info.name, info.shape))
             shape = info.shape[::-1] if flip else info.shape
             if name in self._weights:
                 raise CheckpointError(f"{path}: two tensors are {name}: one is {info.name!r}")
-            self._weights[name] = GGUFWeight(name, shape, info, order, flip, file, addend(family, info.name))
+            self._weights[name] = GGUFWeight(name, shape, info, order, flip, file, restored(family, info.name), columns)
 
     def __iter__(self) -> Iterator[GGUFWeight]:
         return iter(self._weights.values())
 
     def __len__(self) -> int:
         return len(self._weights)
+
+    def release(self) -> None:
+        """Give back the pages that were read: they count as this process's memory. Tensors can still be read."""
+        self._file.release()
 
 
 class _MappedFile:
@@ -73,11 +85,16 @@ class _MappedFile:
         self._buffer = header.buffer
         self._touched = 0
 
+    def release(self) -> None:
+        """Release the pages that were read."""
+        if hasattr(mmap, "MADV_DONTNEED"):
+            self._buffer.madvise(mmap.MADV_DONTNEED)
+        self._touched = 0
+
     def rows(self, info: TensorInfo) -> np.ndarray:
         """The tensor's bytes, [rows, bytes of a row]."""
-        if self._touched > REOPEN_AFTER and hasattr(mmap, "MADV_DONTNEED"):
-            self._buffer.madvise(mmap.MADV_DONTNEED)
-            self._touched = 0
+        if self._touched > REOPEN_AFTER:
+            self.release()
         self._touched += info.nbytes
         count = int(np.prod(info.shape[:-1], dtype=np.int64))
         return np.frombuffer(self._buffer, np.uint8, info.nbytes, info.start).reshape(count, -1)
@@ -93,14 +110,18 @@ class GGUFWeight:
     _order: np.ndarray | None = field(repr=False)
     _flip: bool = field(repr=False)
     _file: _MappedFile = field(repr=False)
-    _addend: float = field(default=0.0, repr=False)
-    """What the file has added to a vector's values."""
+    _restored: Callable[[torch.Tensor], torch.Tensor] | None = field(default=None, repr=False)
+    """Makes a vector's values of those in the file."""
+    _columns: np.ndarray | None = field(default=None, repr=False)
+    """For each column its column in the file, if their order differs."""
 
     def read(self, keep: tuple[slice, ...] = ()) -> torch.Tensor:
         """The tensor, or the part that `keep` selects; quantized tensors as float32. Only kept rows are dequantized."""
         whole = tuple(keep) + (slice(None),) * (len(self.shape) - len(keep))
         if self._flip:
             return self._read(whole[::-1]).t()
+        if self._columns is not None:
+            return self._read((*whole[:-1], slice(None)))[..., torch.from_numpy(self._columns[whole[-1]])]
         return self._read(whole)
 
     @property
@@ -115,8 +136,9 @@ class GGUFWeight:
 
     @property
     def blocks(self) -> GGUFBlocks | None:
-        """The tensor as the file's blocks; None: it is not in few bits, or the file has its transpose."""
-        if self.encoding is None or self._flip or len(self.shape) < 2:
+        """The tensor as the file's blocks; None: it is not in few bits, or the file has its transpose, or the order of
+        its inputs differs."""
+        if self.encoding is None or self._flip or self._columns is not None or len(self.shape) < 2:
             return None
         return GGUFBlocks(self)
 
@@ -138,7 +160,7 @@ class GGUFWeight:
         shape = self.info.shape
         if len(shape) == 1:
             flat = self._unpack(self._file.rows(self.info), slice(None))[0]
-            flat = flat - self._addend if self._addend else flat
+            flat = flat if self._restored is None else self._restored(flat)
             return (flat if self._order is None else flat[torch.from_numpy(self._order)])[keep[0]]
         rows = self._rows(keep[:-1])
         values = self._unpack(rows.reshape(-1, rows.shape[-1]), keep[-1])

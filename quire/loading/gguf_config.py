@@ -9,7 +9,7 @@ import numpy as np
 
 from quire.errors import CheckpointError, UnsupportedModelError
 from quire.loading.gguf_header import GGUFHeader
-from quire.loading.gguf_names import NAMES
+from quire.loading.gguf_names import NAMES, ValueHeads
 
 _CLASSES = {
     "llama": ("llama", "LlamaForCausalLM"),
@@ -31,10 +31,15 @@ _CLASSES = {
     "starcoder2": ("starcoder2", "Starcoder2ForCausalLM"),
     "stablelm": ("stablelm", "StableLmForCausalLM"),
     "falcon": ("falcon", "FalconForCausalLM"),
+    "lfm2": ("lfm2", "Lfm2ForCausalLM"),
+    "lfm2moe": ("lfm2_moe", "Lfm2MoeForCausalLM"),
+    "gpt-oss": ("gpt_oss", "GptOssForCausalLM"),
+    "qwen35": ("qwen3_5_text", "Qwen3_5ForCausalLM"),
+    "qwen35moe": ("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM"),
 }
-_MIXTURES = frozenset({"llama", "qwen2moe", "qwen3moe", "granitemoe"})
+_MIXTURES = frozenset({"llama", "qwen2moe", "qwen3moe", "granitemoe", "lfm2moe", "gpt-oss", "qwen35moe"})
 _LAYER_NORMS = frozenset({"gpt2", "gptneox", "command-r", "cohere2", "starcoder2", "stablelm", "falcon"})
-_PARTLY_ROTATED = frozenset({"phi3", "stablelm"})
+_PARTLY_ROTATED = frozenset({"phi3", "stablelm", "qwen35", "qwen35moe"})
 # general.file_type of files that are not quantized.
 _DTYPES = {0: "float32", 1: "float16", 32: "bfloat16"}
 
@@ -58,9 +63,9 @@ def config_from_gguf(header: GGUFHeader) -> dict[str, Any]:
         "architectures": [architecture],
         "vocab_size": _vocabulary(header, family),
         "hidden_size": _required(header, f"{family}.embedding_length"),
-        "num_hidden_layers": _required(header, f"{family}.block_count"),
+        "num_hidden_layers": num_layers(header),
         "num_attention_heads": _required(header, f"{family}.attention.head_count"),
-        "intermediate_size": _required(header, f"{family}.feed_forward_length"),
+        "intermediate_size": _width(header, family),
         "max_position_embeddings": _required(header, f"{family}.context_length"),
         "tie_word_embeddings": "output.weight" not in header.tensors,
         "bos_token_id": header.integer("tokenizer.ggml.bos_token_id"),
@@ -80,6 +85,39 @@ def config_from_gguf(header: GGUFHeader) -> dict[str, Any]:
         raw |= _llama_like(header, family, raw)
         raw |= _relative(header, family, raw)
     return raw
+
+
+def num_layers(header: GGUFHeader) -> int:
+    """Layers of the model, without those for multi-token prediction that a file may have behind them."""
+    family = header.architecture
+    return _required(header, f"{family}.block_count") - header.integer(f"{family}.nextn_predict_layers", 0)
+
+
+def kv_heads_of(header: GGUFHeader, heads: int) -> list[int]:
+    """KV heads of each layer, or of all of them; 0: the layer has no attention."""
+    key = f"{header.architecture}.attention.head_count_kv"
+    if isinstance(header.metadata.get(key), np.ndarray):
+        return [int(count) for count in header.numbers(key)]  # type: ignore[union-attr]
+    return [header.integer(key, heads)]
+
+
+def delta_net_heads(header: GGUFHeader) -> ValueHeads | None:
+    """The heads of the model's delta nets, if it has some."""
+    family = header.architecture
+    if family not in ("qwen35", "qwen35moe"):
+        return None
+    keys, values, key_dim, width = (
+        _required(header, f"{family}.ssm.{name}")
+        for name in ("group_count", "time_step_rank", "state_size", "inner_size")
+    )
+    return ValueHeads(keys, values, key_dim, width // values)
+
+
+def _width(header: GGUFHeader, family: str) -> int:
+    """Features of the MLP; those of an expert, if all layers are mixtures."""
+    if header.integer(f"{family}.expert_count", 0) and not header.integer(f"{family}.feed_forward_length", 0):
+        return _required(header, f"{family}.expert_feed_forward_length")
+    return _required(header, f"{family}.feed_forward_length")
 
 
 def _required(header: GGUFHeader, key: str) -> int:
@@ -105,7 +143,7 @@ def _end_tokens(header: GGUFHeader) -> int | list[int] | None:
 
 def _llama_like(header: GGUFHeader, family: str, raw: dict[str, Any]) -> dict[str, Any]:
     heads, hidden = raw["num_attention_heads"], raw["hidden_size"]
-    kv_heads = header.integer(f"{family}.attention.head_count_kv", heads)
+    kv_heads = max(kv_heads_of(header, heads), default=0)
     head_dim = header.integer(f"{family}.attention.key_length") or hidden // heads
     rotary = header.integer(f"{family}.rope.dimension_count", head_dim)
     value_dim = header.integer(f"{family}.attention.value_length", head_dim)
@@ -142,12 +180,25 @@ def _mixture(header: GGUFHeader, family: str) -> dict[str, Any]:
     }
     if family == "llama":  # llama.cpp stores Mixtral as LLaMA; only the experts tell them apart
         return found | {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"]}
+    if family == "gpt-oss":
+        width = header.integer("gpt-oss.expert_feed_forward_length", 0)
+        return {
+            "num_local_experts": found["num_experts"],
+            "num_experts_per_tok": found["num_experts_per_tok"],
+            "intermediate_size": width or _required(header, "gpt-oss.feed_forward_length"),
+        }
     if family == "granitemoe":
         if "blk.0.ffn_gate_shexp.weight" in header.tensors:
             raise UnsupportedModelError(f"{header.path}: Granite mixtures with a shared expert are not supported")
         return found
     found["moe_intermediate_size"] = _required(header, f"{family}.expert_feed_forward_length")
     found["norm_topk_prob"] = family == "qwen3moe"  # not in the file: llama.cpp has it per family
+    if family == "lfm2moe":
+        found |= {"norm_topk_prob": True, "num_dense_layers": header.integer("lfm2moe.leading_dense_block_count", 0)}
+        found["routed_scaling_factor"] = float(header.number("lfm2moe.expert_weights_scale", 1.0))
+        found["use_expert_bias"] = any(name.endswith(".exp_probs_b.bias") for name in header.tensors)
+    if family == "qwen35moe":
+        found |= {"norm_topk_prob": True, "shared_expert_intermediate_size": _shared_width(header)}
     if family == "qwen2moe":
         found["shared_expert_intermediate_size"] = _shared_width(header)
         found["qkv_bias"] = "blk.0.attn_q.bias" in header.tensors
@@ -165,7 +216,36 @@ def _relative(header: GGUFHeader, family: str, raw: dict[str, Any]) -> dict[str,
             "attention_multiplier": attention or raw["head_dim"] ** -0.5,
             "logits_scaling": logits or 1.0,
         }
+    if family in ("lfm2", "lfm2moe"):
+        counts = kv_heads_of(header, 0)
+        if len(counts) != raw["num_hidden_layers"]:
+            raise CheckpointError(f"{header.path}: {family}.attention.head_count_kv must have an entry a layer")
+        return {
+            "norm_eps": raw["rms_norm_eps"],
+            "layer_types": ["full_attention" if count else "conv" for count in counts],
+            "conv_L_cache": _required(header, f"{family}.shortconv.l_cache"),
+            "conv_bias": "blk.0.shortconv.conv.bias" in header.tensors,
+            "block_auto_adjust_ff_dim": False,
+        }
+    if (heads := delta_net_heads(header)) is not None:
+        return {
+            "linear_num_key_heads": heads.keys,
+            "linear_num_value_heads": heads.values,
+            "linear_key_head_dim": heads.key_dim,
+            "linear_value_head_dim": heads.value_dim,
+            "linear_conv_kernel_dim": _required(header, f"{family}.ssm.conv_kernel"),
+            "full_attention_interval": header.integer(f"{family}.full_attention_interval", 4),
+        }
     window = header.integer(f"{family}.attention.sliding_window", 0) or None
+    if family == "gpt-oss":
+        rope = raw["rope_parameters"]
+        if rope.get("rope_type") == "yarn":
+            rope = rope | {"truncate": False}  # not in the file: every released model is so
+        return {
+            "sliding_window": window,
+            "layer_types": _layer_types(header, family, raw["num_hidden_layers"], 2),
+            "rope_parameters": rope,
+        }
     if family in ("command-r", "cohere2"):
         scale = header.number(f"{family}.logit_scale", 0.0) or 0.0625
         has_norms = "blk.0.attn_q_norm.weight" in header.tensors
@@ -243,7 +323,7 @@ def _layer_types(header: GGUFHeader, family: str, layers: int, period: int) -> l
 
 
 def _shared_width(header: GGUFHeader) -> int:
-    if (width := header.integer("qwen2moe.expert_shared_feed_forward_length", 0)) > 0:
+    if (width := header.integer(f"{header.architecture}.expert_shared_feed_forward_length", 0)) > 0:
         return width
     if (gate := header.tensors.get("blk.0.ffn_gate_shexp.weight")) is not None:
         return gate.shape[0]

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from quire.errors import CheckpointError
+from quire.loading.bundle import StoredFile, locate
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
@@ -117,19 +118,17 @@ def read_header(path: str | os.PathLike[str]) -> GGUFHeader:
     """Parse and check the header of a GGUF file. Cached until the file changes."""
     path = Path(path)
     try:
-        stat = path.stat()
+        stored = locate(path)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from None
-    return _read_header(path, stat.st_size, stat.st_mtime_ns)
+    return _read_header(path, stored)
 
 
 @functools.lru_cache(maxsize=2)
-def _read_header(path: Path, size: int, mtime_ns: int) -> GGUFHeader:
-    if size < 24:
-        raise CheckpointError(f"{path}: a file of {size} bytes is too short for GGUF")
-    with path.open("rb") as file:
-        buffer = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    return _Reader(path, buffer).header()
+def _read_header(path: Path, stored: StoredFile) -> GGUFHeader:
+    if stored.size < 24:
+        raise CheckpointError(f"{path}: a file of {stored.size} bytes is too short for GGUF")
+    return _Reader(path, stored.map()).header()
 
 
 class _Reader:

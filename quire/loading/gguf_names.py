@@ -2,18 +2,23 @@
 
 GGUF files rename tensors, and for some families reorder their rows: LLaMA's Q and K are stored with the two halves of
 each rotary pair side by side; GPT-NeoX's and Falcon's fused QKV is stored as all Q, all K, all V; GPT-2's Conv1D
-weights are stored transposed. Only whole rows are reordered, so reading a slice of rows stays cheap. Gemma 2's and 3's
-norms are stored with 1 added.
+weights are stored transposed. Only whole rows are reordered, so reading a slice of rows stays cheap; but Qwen3.5's
+value heads lie in another order in the outputs of some matrices and the inputs of one. Gemma 2's and 3's and Qwen3.5's
+norms are stored with 1 added, and the decay of delta nets as -exp(A_log).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from quire.errors import CheckpointError
+
+if TYPE_CHECKING:
+    import torch
 
 _LLAMA = {
     "token_embd": "model.embed_tokens",
@@ -100,6 +105,55 @@ _FALCON = {
     "blk.{}.ffn_down": "transformer.h.{}.mlp.dense_4h_to_h",
 }
 
+_LFM2 = {
+    "token_embd": "model.embed_tokens",
+    "token_embd_norm": "model.embedding_norm",  # of the output, for all its name
+    "output_norm": "model.embedding_norm",
+    "output": "lm_head",
+    "blk.{}.attn_norm": "model.layers.{}.operator_norm",
+    "blk.{}.ffn_norm": "model.layers.{}.ffn_norm",
+    "blk.{}.attn_q": "model.layers.{}.self_attn.q_proj",
+    "blk.{}.attn_k": "model.layers.{}.self_attn.k_proj",
+    "blk.{}.attn_v": "model.layers.{}.self_attn.v_proj",
+    "blk.{}.attn_q_norm": "model.layers.{}.self_attn.q_layernorm",
+    "blk.{}.attn_k_norm": "model.layers.{}.self_attn.k_layernorm",
+    "blk.{}.attn_output": "model.layers.{}.self_attn.out_proj",
+    "blk.{}.shortconv.conv": "model.layers.{}.conv.conv",
+    "blk.{}.shortconv.in_proj": "model.layers.{}.conv.in_proj",
+    "blk.{}.shortconv.out_proj": "model.layers.{}.conv.out_proj",
+    "blk.{}.ffn_gate": "model.layers.{}.feed_forward.w1",
+    "blk.{}.ffn_up": "model.layers.{}.feed_forward.w3",
+    "blk.{}.ffn_down": "model.layers.{}.feed_forward.w2",
+}
+
+_LFM2_MIXTURE = (
+    _LFM2
+    | {place: name for place, name in _MIXTURE.items() if "_exps" in place or place.endswith("ffn_gate_inp")}
+    | {"blk.{}.exp_probs_b.bias": "model.layers.{}.feed_forward.expert_bias"}
+)
+
+_GPT_OSS = _LLAMA | {
+    "blk.{}.post_attention_norm": "model.layers.{}.post_attention_layernorm",
+    "blk.{}.attn_sinks.weight": "model.layers.{}.self_attn.sinks",
+    "blk.{}.ffn_gate_inp": "model.layers.{}.mlp.router",
+    "blk.{}.ffn_gate_exps": "model.layers.{}.mlp.experts.gate_proj",
+    "blk.{}.ffn_up_exps": "model.layers.{}.mlp.experts.up_proj",
+    "blk.{}.ffn_down_exps": "model.layers.{}.mlp.experts.down_proj",
+}
+
+_QWEN35 = _MIXTURE | {
+    "blk.{}.post_attention_norm": "model.layers.{}.post_attention_layernorm",
+    "blk.{}.attn_qkv": "model.layers.{}.linear_attn.in_proj_qkv",
+    "blk.{}.attn_gate": "model.layers.{}.linear_attn.in_proj_z",
+    "blk.{}.ssm_beta": "model.layers.{}.linear_attn.in_proj_b",
+    "blk.{}.ssm_alpha": "model.layers.{}.linear_attn.in_proj_a",
+    "blk.{}.ssm_a": "model.layers.{}.linear_attn.A_log",
+    "blk.{}.ssm_dt.bias": "model.layers.{}.linear_attn.dt_bias",
+    "blk.{}.ssm_conv1d": "model.layers.{}.linear_attn.conv1d",
+    "blk.{}.ssm_norm": "model.layers.{}.linear_attn.norm",
+    "blk.{}.ssm_out": "model.layers.{}.linear_attn.out_proj",
+}
+
 NAMES: Mapping[str, Mapping[str, str]] = {
     "llama": _MIXTURE,
     "qwen2": _LLAMA,
@@ -120,10 +174,18 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     "starcoder2": _STARCODER2,
     "stablelm": _LLAMA,
     "falcon": _FALCON,
+    "lfm2": _LFM2,
+    "lfm2moe": _LFM2_MIXTURE,
+    "gpt-oss": _GPT_OSS,
+    "qwen35": _QWEN35,
+    "qwen35moe": _QWEN35,
 }
 
 # Families whose Q and K are stored with the two halves of each rotary pair side by side.
 _PAIRED = frozenset({"llama", "granite", "granitemoe", "smollm3"})
+
+_CENTERED = frozenset({"gemma2", "gemma3", "qwen35", "qwen35moe"})
+"""Families whose norms are stored with 1 added."""
 
 # Tables for llama.cpp's rotary embedding; the model's config has the same information.
 _NOT_WEIGHTS = re.compile(r"rope_freqs\.weight|rope_factors_(long|short)\.weight")
@@ -140,9 +202,18 @@ def hf_name(architecture: str, name: str) -> str | None:
     if one := _EXPERT.fullmatch(name):
         return f"model.layers.{one[1]}.mlp.experts.{one[3]}.{one[2]}_proj.weight"
     stem, _, suffix = name.rpartition(".")
+    layer, names = _BLOCK.match(name), NAMES[architecture]
+    number = layer[1] if layer else ""
+    if whole := names.get(_BLOCK.sub("blk.{}.", name)):  # a tensor that has no suffix there
+        return whole.format(number)
+    found = names.get(_BLOCK.sub("blk.{}.", stem))
+    return name if found is None else f"{found.format(number)}.{suffix}"
+
+
+def layer_of(name: str) -> int:
+    """The layer that a tensor belongs to; -1: to none."""
     layer = _BLOCK.match(name)
-    found = NAMES[architecture].get(_BLOCK.sub("blk.{}.", stem))
-    return name if found is None else f"{found.format(layer[1] if layer else '')}.{suffix}"
+    return int(layer[1]) if layer else -1
 
 
 def is_transposed(architecture: str, name: str) -> bool:
@@ -150,14 +221,55 @@ def is_transposed(architecture: str, name: str) -> bool:
     return architecture == "gpt2" and _CONV1D.fullmatch(name) is not None
 
 
-def addend(architecture: str, name: str) -> float:
-    """What the file has added to Hugging Face's values."""
-    return 1.0 if architecture in ("gemma2", "gemma3") and name.endswith("norm.weight") else 0.0
+def restored(architecture: str, name: str) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """What makes Hugging Face's values of a vector of those in the file; None: they are the same."""
+    if name.endswith(".ssm_a"):
+        return lambda values: values.neg().log()
+    if architecture in _CENTERED and name.endswith("norm.weight") and not name.endswith("ssm_norm.weight"):
+        return lambda values: values - 1
+    return None
 
 
-def is_flat(name: str) -> bool:
-    """Whether the file has a one-row matrix as a vector."""
-    return name.endswith(".ffn_gate_inp_shexp.weight")
+def full_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Hugging Face's shape of a tensor that the file has with a dimension less."""
+    if name.endswith(".ffn_gate_inp_shexp.weight") and len(shape) == 1:
+        return (1, *shape)
+    if name.endswith((".shortconv.conv.weight", ".ssm_conv1d.weight")) and len(shape) == 2:
+        return (shape[0], 1, shape[1])
+    return shape
+
+
+class ValueHeads(NamedTuple):
+    """The heads of a Qwen3.5 model's delta nets. A file has the value heads of all key heads side by side: the first of
+    each, then the second of each; Hugging Face those of one key head after the other."""
+
+    keys: int
+    values: int
+    key_dim: int
+    value_dim: int
+
+    def output_order(self, name: str, rows: int) -> np.ndarray | None:
+        """For each row of Hugging Face's tensor, its row in the file; None if the order is the same."""
+        kind = re.fullmatch(r"blk\.\d+\.(attn_qkv|attn_gate|ssm_beta|ssm_alpha|ssm_a|ssm_dt|ssm_conv1d)(\.\w+)?", name)
+        if kind is None:
+            return None
+        dim = 1 if kind[1] in ("ssm_beta", "ssm_alpha", "ssm_a", "ssm_dt") else self.value_dim
+        before = 2 * self.keys * self.key_dim if kind[1] in ("attn_qkv", "ssm_conv1d") else 0
+        if rows != before + self.values * dim:
+            raise CheckpointError(f"tensor {name!r} has {rows} rows; its heads need {before + self.values * dim}")
+        order = self._order(dim)
+        return None if order is None else np.concatenate((np.arange(before), before + order))
+
+    def input_order(self, name: str) -> np.ndarray | None:
+        """The same for the columns of a matrix."""
+        return self._order(self.value_dim) if re.fullmatch(r"blk\.\d+\.ssm_out\.weight", name) else None
+
+    def _order(self, dim: int) -> np.ndarray | None:
+        _divides("ssm", self.values, self.keys)
+        repeat = self.values // self.keys
+        if repeat == 1:
+            return None
+        return np.arange(self.values * dim).reshape(repeat, self.keys, dim).swapaxes(0, 1).reshape(-1)
 
 
 def row_order(architecture: str, name: str, rows: int, heads: int, kv_heads: int) -> np.ndarray | None:

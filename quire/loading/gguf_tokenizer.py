@@ -43,6 +43,16 @@ _SMOLLM = _PreTokenizer(lone_digits=True)
 _LLAMA3 = _PreTokenizer(_DIGITS_BY_THREE, whole_words=True, bos=True)
 _QWEN2 = _PreTokenizer(_DIGITS_BY_ONE, nfc=True)
 _NEOX = _PreTokenizer(nfc=True)
+_QWEN35 = _PreTokenizer(
+    rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|"
+    r"\s*[\r\n]+|\s+(?!\S)|\s+",
+    nfc=True,
+)
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_GPT4O = _PreTokenizer(  # the vocabulary o200k
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_CONTRACTIONS}?|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_CONTRACTIONS}?|"
+    r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 _PRE_TOKENIZERS: Mapping[str, _PreTokenizer] = {
     "gpt-2": _GPT2,
@@ -59,6 +69,9 @@ _PRE_TOKENIZERS: Mapping[str, _PreTokenizer] = {
     "llama3": _LLAMA3,
     "llama-v3": _LLAMA3,
     "falcon3": _LLAMA3,
+    "lfm2": _LLAMA3,
+    "gpt-4o": _GPT4O,
+    "qwen35": _QWEN35,
     "dbrx": _PreTokenizer(_DIGITS_BY_THREE),
     "smaug-bpe": _PreTokenizer(_DIGITS_BY_THREE),
     "qwen2": _QWEN2,

@@ -219,13 +219,14 @@ def compare(
     weights = [form for weight in checkpoint for form in _forms(weight, targets)]
     names = [weight.name for weight in weights]
     lacking, extra = _prefixes(targets, names)
-    is_nested = not any(name.startswith(_NESTED) for name in targets) and any(n.startswith(_NESTED) for n in names)
+    has_nested = any(name.startswith(_NESTED) for name in targets)
+    nesting = "" if has_nested else next((each for each in _NESTED if any(n.startswith(each) for n in names)), "")
     candidates = {*names, *(lacking + name for name in names), *(name.removeprefix(extra) for name in names)}
-    candidates |= {name.replace(_NESTED, "model.", 1) for name in names if is_nested}
+    candidates |= {name.replace(nesting, "model.", 1) for name in names if nesting}
     targets = match_layouts(targets, candidates)
 
     def rename(name: str) -> str:
-        name = name.replace(_NESTED, "model.", 1) if is_nested else name
+        name = name.replace(nesting, "model.", 1) if nesting else name
         return lacking + name if lacking and lacking + name in targets else name.removeprefix(extra)
 
     matched: list[tuple[StoredWeight, Sequence[AnyTarget]]] = []
@@ -237,7 +238,8 @@ def compare(
                 misfits.unexpected.append(f"{weight.name} {tuple(weight.shape)}")
             continue
         seen.add(name)
-        wanted = targets[name]
+        found = targets[name]
+        wanted = [each.for_shape(weight.shape) if isinstance(each, Target) else each for each in found]
         wrong = [target.shape for target in wanted if not _fits(target, weight.shape)]
         if wrong:
             misfits.wrong_shape.append(
@@ -258,7 +260,7 @@ def compare(
     return matched, misfits
 
 
-_NESTED = "model.language_model."
+_NESTED = ("model.language_model.", "model.text_model.")
 """What files of models that also take images have in place of `model.`."""
 _PLAIN_TYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 

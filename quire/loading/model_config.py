@@ -23,6 +23,7 @@ from quire.errors import (
     UnsupportedModelError,
     ValidationError,
 )
+from quire.loading.bundle import locate
 from quire.loading.config_fields import DTYPES, check_fields
 from quire.loading.files import ModelFiles, read_json
 from quire.messages.sampling import FROM_GENERATION_CONFIG, SamplingParams
@@ -204,6 +205,11 @@ _QUARTER_ROTARY = ("gpt_neox", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 _HALF_ROTARY = ("bamba", "glm", "glm4", "glm4_moe")
 _ROTARY_PART_BY_DEFAULT = dict.fromkeys(_QUARTER_ROTARY, 0.25) | dict.fromkeys(_HALF_ROTARY, 0.5)
 _FULL_LAYERS_BY_DEFAULT = 28
+_INTERLEAVED_MROPE = {
+    **dict.fromkeys(("qwen3_vl_text", "qwen3_vl_moe_text"), (24, 20, 20)),
+    **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text"), (11, 11, 10)),
+}
+"""Families whose pairs of rotated dimensions are dealt in turn to three positions; and how many each has if unsaid."""
 _UNROTATED = frozenset({"bloom", "gpt2", "opt"})
 _LAYER_KINDS = ("full_attention", "sliding_attention")
 
@@ -285,6 +291,8 @@ def _rope(raw: Mapping[str, Any], kind: str) -> dict[str, Any]:
         found = raw.get("rope_scaling")
     given = dict(found or {})
     given["rope_type"] = given.pop("type", None) or given.get("rope_type") or "default"
+    if family in _INTERLEAVED_MROPE:
+        given = {"mrope_section": _INTERLEAVED_MROPE[family]} | given | {"mrope_interleaved": True}
     if family == "phi3" and given["rope_type"] in ("su", "yarn"):  # early names of the same
         given["rope_type"] = "longrope"
     given.setdefault("rope_theta", _first(raw, "rope_theta", "rotary_emb_base", default=10000.0))
@@ -457,8 +465,8 @@ def weights_fingerprint(files: ModelFiles, model: ModelConfig, load_format: str,
         parts += ["dummy", seed]
     else:
         for path in files.weight_files(kind):
-            state = path.stat()
-            parts.append((path.name, state.st_size, state.st_mtime_ns))
+            stored = locate(path)
+            parts.append((path.name, stored.size, stored.mtime_ns))
     return blake3(repr(parts).encode()).digest()
 
 

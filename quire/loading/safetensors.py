@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import struct
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from quire.errors import CheckpointError
+from quire.loading.bundle import locate
 from quire.loading.stored_tensor import StoredTensor
 
 _DTYPES = {
@@ -34,6 +36,10 @@ _DTYPES = {
 }
 
 
+MOST_HEADER_BYTES = 100 << 20
+"""The library's own limit."""
+
+
 class SafetensorsFile:
     """The tensors of one safetensors file."""
 
@@ -41,6 +47,8 @@ class SafetensorsFile:
         self.path = path
         self._entries: dict[str, dict[str, Any]] | None = None
         self._start = 0
+        self._file = path
+        """Where the bytes are: the file itself, or a bundle."""
 
     def close(self) -> None:
         """Does nothing: no file stays open, and the header is small."""
@@ -65,7 +73,7 @@ class SafetensorsFile:
             raise CheckpointError(
                 f"{self.path}: the tensor {name!r} cannot be read: its dtype {entry['dtype']} is not supported"
             )
-        return StoredTensor(self.path, name, self._start + entry["data_offsets"][0], tuple(entry["shape"]), dtype)
+        return StoredTensor(self._file, name, self._start + entry["data_offsets"][0], tuple(entry["shape"]), dtype)
 
     def read(self, name: str, keep: tuple[slice, ...]) -> torch.Tensor:
         return self.stored(name).read(keep)
@@ -73,14 +81,35 @@ class SafetensorsFile:
     def _header(self) -> dict[str, dict[str, Any]]:
         if self._entries is None:
             try:
-                # The safetensors library checks lengths, offsets and shapes against each other and the file's size.
-                with safe_open(self.path, framework="pt"):
-                    pass
-                with self.path.open("rb") as file:
+                place = locate(self.path)
+                if place.start == 0:
+                    # The library checks lengths, offsets and shapes against each other and the file's size.
+                    with safe_open(self.path, framework="pt"):
+                        pass
+                with place.path.open("rb") as file:
+                    file.seek(place.start)
                     (length,) = struct.unpack("<Q", file.read(8))
+                    if length > min(place.size - 8, MOST_HEADER_BYTES):
+                        raise ValueError(f"a header of {length:,} bytes in a file of {place.size:,}")
                     header = json.loads(file.read(length))
-            except (SafetensorError, OSError, ValueError, struct.error) as error:
+                header.pop("__metadata__", None)
+                if place.start:
+                    _check_entries(header, place.size - 8 - length)
+            except (SafetensorError, OSError, ValueError, TypeError, KeyError, struct.error) as error:
                 raise CheckpointError(f"{self.path}: damaged or unreadable safetensors file: {error}") from error
-            header.pop("__metadata__", None)
-            self._entries, self._start = header, 8 + length
+            self._entries, self._start, self._file = header, place.start + 8 + length, place.path
         return self._entries
+
+
+def _check_entries(header: dict[str, dict[str, Any]], size: int) -> None:
+    """What the library checks, for a file within a bundle: the tensors fill the data, each as long as its shape."""
+    at = 0
+    for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+        begin, end = entry["data_offsets"]
+        dtype = getattr(torch, _DTYPES.get(entry["dtype"], ""), None)
+        is_whole = dtype is None or end - begin == math.prod(entry["shape"]) * dtype.itemsize
+        if begin != at or end < begin or not is_whole or any(side < 0 for side in entry["shape"]):
+            raise ValueError(f"the tensor {name!r} has shape {entry['shape']} and bytes {begin:,} to {end:,}")
+        at = end
+    if at != size:
+        raise ValueError(f"its tensors take {at:,} bytes, and it has {size:,}")

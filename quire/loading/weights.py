@@ -57,6 +57,12 @@ class Target:
     """Other forms that checkpoints store this tensor in; the same for all targets of a name."""
     part_of: Assembly | None = None
     """The assembly that fills the rest of the same weight."""
+    also: tuple[Target, ...] = ()
+    """The same for checkpoints that have the tensor in another shape, under the same name."""
+
+    def for_shape(self, shape: Sequence[int]) -> Target:
+        """The target of a stored tensor of this shape; this one, if none has it."""
+        return next((each for each in (self, *self.also) if tuple(each.shape) == tuple(shape)), self)
 
 
 @dataclass(frozen=True, eq=False)

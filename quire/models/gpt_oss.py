@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -13,8 +13,9 @@ from quire.kernels.gates import ExpertVariant
 from quire.kernels.weights.base import QuantizedWeight
 from quire.layers.attention.layer import Sinks
 from quire.layers.build_context import BuildContext
+from quire.layers.expert_weights import STACKED_APART, ExpertWeights
 from quire.layers.moe import Routing, SparseMLP
-from quire.loading.weights import AnyTarget, Assembly, AssemblyPart, Target
+from quire.loading.weights import AnyTarget, Assembly, AssemblyPart, Target, TensorLayout
 from quire.models.llama import LlamaAttention, LlamaForCausalLM, LlamaVariant
 from quire.quantization.formats.fp4 import Mxfp4Experts
 
@@ -50,6 +51,10 @@ class GptOssExperts(SparseMLP):
 
     def create_weights(self, build: BuildContext, owner: str) -> None:
         """Make the stacks: in MXFP4 if the checkpoint has them so."""
+        if getattr(build.scheme, "stacks_experts", False):  # a GGUF file has gate and up apart, one by one or stacked
+            self.formats: list[Mxfp4Experts | None] = [None, None]
+            super().create_weights(build, owner)
+            return
         share, hidden = self.share, build.config.hidden_size
         self._quantized = None
         stacks = [f"{owner}.mlp.experts.{name}" for name in ("gate_up_proj", "down_proj")]
@@ -77,13 +82,23 @@ class GptOssExperts(SparseMLP):
         }
         for name in ("gate_up_proj_bias", "down_proj_bias"):
             collected[f"mlp.experts.{name}"] = []
+        apart: Mapping[str, Sequence[AnyTarget]] = {}
+        if self._quantized is not None:
+            stacks = self._quantized.targets(self.router, (STACKED_APART,))
+            collected |= {name: found for name, found in stacks.items() if name != STACKED_APART.router}
+        elif self.formats == [None, None]:
+            assert isinstance(self.gate_up, torch.Tensor) and isinstance(self.down, torch.Tensor)
+            apart = ExpertWeights(self.router, self.gate_up, self.down, share, (STACKED_APART,)).targets()
         for place, run in share.runs:
             experts, into = slice(run.start, run.stop), slice(place, place + len(run))
-            collected["mlp.experts.gate_up_proj_bias"].append(
-                Target(self.gate_up_bias[into], tall[:2], (experts, rows), _apart)
-            )
             keep = () if len(run) == total else (experts,)
-            collected["mlp.experts.down_proj_bias"].append(Target(self.down_bias[into], wide[:2], keep))
+            gate_up = Target(self.gate_up_bias[into], tall[:2], (experts, rows), _apart)
+            down = Target(self.down_bias[into], wide[:2], keep)
+            collected["mlp.experts.gate_up_proj_bias"].append(replace(gate_up, layouts=(self._biases_apart(),)))
+            renamed = TensorLayout(("mlp.experts.down_proj.bias",), self._down_biases)
+            collected["mlp.experts.down_proj_bias"].append(replace(down, layouts=(renamed,)))
+            if self._quantized is not None:
+                continue
             parts = ((self.gate_up, tall, rows, every), (self.down, wide, every, features))
             for (weight, shape, kept, columns), found, name in zip(
                 parts, self.formats, ("gate_up_proj", "down_proj"), strict=True
@@ -95,10 +110,39 @@ class GptOssExperts(SparseMLP):
                     assert isinstance(weight, torch.Tensor)
                     stored = (shape[0], shape[2], shape[1])
                     arrange = _apart_transposed if weight is self.gate_up else _transposed
-                    named = {name: Target(weight[into], stored, (experts, columns, kept), arrange)}
+                    layouts = apart[f"mlp.experts.{name}"][0].layouts
+                    named = {name: Target(weight[into], stored, (experts, columns, kept), arrange, layouts)}
                 for own, target in named.items():
                     collected.setdefault(f"mlp.experts.{own}", []).append(target)
         return collected
+
+    def _biases_apart(self) -> TensorLayout:
+        """Gate and up apart, as GGUF files have them."""
+        share, width = self.share, self.share.width
+
+        def targets() -> dict[str, list[AnyTarget]]:
+            return {
+                f"mlp.experts.{name}_proj.bias": [
+                    Target(
+                        self.gate_up_bias[place : place + len(run), half * width : (half + 1) * width],
+                        (share.total, share.total_width),
+                        (slice(run.start, run.stop), share.features),
+                    )
+                    for place, run in share.runs
+                ]
+                for half, name in enumerate(("gate", "up"))
+            }
+
+        return TensorLayout(("mlp.experts.gate_proj.bias", "mlp.experts.up_proj.bias"), targets)
+
+    def _down_biases(self) -> dict[str, list[AnyTarget]]:
+        shape = (self.share.total, self.down_bias.shape[1])
+        return {
+            "mlp.experts.down_proj.bias": [
+                Target(self.down_bias[place : place + len(run)], shape, (slice(run.start, run.stop),))
+                for place, run in self.share.runs
+            ]
+        }
 
 
 class GptOssForCausalLM(LlamaForCausalLM):

@@ -6,11 +6,11 @@ import functools
 import json
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from quire.config import EngineConfig
-from quire.errors import ConfigError
-from quire.kernels.weights.superblock import KINDS as GGUF_KINDS
+from quire.errors import ConfigError, QuireError
 from quire.loading.files import ModelFiles, read_json
 from quire.loading.model_config import ModelConfig
 from quire.quantization.formats.base import Scheme
@@ -33,12 +33,13 @@ def find_scheme(config: EngineConfig, files: ModelFiles, model: ModelConfig, on_
     """How the model's matrices are, or will be, in few bits; None: they are not.
 
     `config.quantization` must agree with the checkpoint; matrices in 16 bits (or of a GGUF file) are quantized on load.
-    `on_cpu`: a GGUF file is dequantized while loading, unless `config.cpu_weights` is "packed", or
-    `config.quantization` is "gguf": products with weights packed as on a GPU are slow there.
+    `on_cpu`: matrices are packed for a CPU's products as `config.cpu_weights` says. Without that a GGUF file is
+    dequantized while loading, unless `config.quantization` is "gguf": products with weights packed as on a GPU are slow
+    there.
     """
     wish = config.quantization
-    if config.cpu_weights == "packed":
-        return _packed_on_cpu(config, files, on_cpu)
+    if resolve_cpu_weights(config, files, model, on_cpu).cpu_weights == "packed":
+        return _packed_on_cpu(config, files, model, on_cpu)
     kind = files.kind if config.load_format == "auto" else config.load_format
     if table := on_load_kinds(wish):
         if kind != "gguf":
@@ -69,25 +70,60 @@ def find_scheme(config: EngineConfig, files: ModelFiles, model: ModelConfig, on_
     return None if found is None else _reported(found)
 
 
-def _packed_on_cpu(config: EngineConfig, files: ModelFiles, on_cpu: bool) -> Scheme:
-    """The scheme of a GGUF file whose matrices stay packed on a CPU; raises ConfigError where there is no such."""
+def resolve_cpu_weights(config: EngineConfig, files: ModelFiles, model: ModelConfig, on_cpu: bool) -> EngineConfig:
+    """`config` with `cpu_weights` "auto" replaced by what it means for this model and device."""
+    if config.cpu_weights != "auto":
+        return config
+    is_packed = False
+    if on_cpu and config.quantization != "gguf":  # which asks for the layout of a GPU
+        try:
+            found = _few_bits(config, files, model)
+        except QuireError:  # loading names what is wrong with the checkpoint
+            found = ""
+        if not isinstance(found, str):
+            from quire.kernels.cpu.build import library
+
+            is_packed = library() is not None  # without kernels, packed products are slower than dense ones
+    return replace(config, cpu_weights="packed" if is_packed else "dense")
+
+
+def _packed_on_cpu(config: EngineConfig, files: ModelFiles, model: ModelConfig, on_cpu: bool) -> Scheme:
+    """The scheme of matrices that stay packed on a CPU; raises ConfigError where there are none."""
+    found: Scheme | str = "the device is not a CPU; elsewhere matrices in few bits always stay packed"
+    if on_cpu:
+        found = _few_bits(config, files, model)
+    if isinstance(found, str):
+        raise ConfigError(f"cpu_weights is 'packed', but {found}", "cpu_weights", "packed")
+    return found
+
+
+def _few_bits(config: EngineConfig, files: ModelFiles, model: ModelConfig) -> Scheme | str:
+    """The scheme of a checkpoint's matrices as a CPU's products take them, or why there is none."""
+    from quire.quantization.formats.gguf import PACKED_ON_CPU
+    from quire.quantization.schemes.on_cpu import PackedScheme
+
     kind = files.kind if config.load_format == "auto" else config.load_format
-    reason = ""
-    if not on_cpu:
-        reason = "the device is not a CPU; elsewhere the matrices of a GGUF file always stay packed"
-    elif config.quantization not in (None, "gguf"):
-        reason = f"quantization is {config.quantization!r}"
-    elif files.gguf is None or kind not in ("gguf", "dummy"):
-        reason = f"{files.name} is not a GGUF file"
-    else:
+    wish = config.quantization
+    if on_load_kinds(wish):
+        return f"quantization is {wish!r}"
+    if files.gguf is not None and kind in ("gguf", "dummy"):
         from quire.loading.gguf import GGUFCheckpoint
         from quire.quantization.schemes.gguf import GGUFScheme
 
+        if wish not in (None, "gguf"):
+            return f"quantization is {wish!r}"
         scheme = GGUFScheme(GGUFCheckpoint(files.gguf), interleaved=True)
-        if not scheme.is_empty:
-            return scheme
-        reason = f"{files.name} has no matrix in one of {', '.join(GGUF_KINDS)}"
-    raise ConfigError(f"cpu_weights is 'packed', but {reason}", "cpu_weights", "packed")
+        return f"{files.name} has no matrix in one of {', '.join(PACKED_ON_CPU)}" if scheme.is_empty else scheme
+    if files.gguf is not None:
+        return f"load_format is {config.load_format!r}, and {files.name} is a GGUF file"
+    found = _checkpoint_scheme(files, model, kind)
+    wanted = _SAME.get(wish or "", wish)
+    if wanted is not None and (found is None or found.name != wanted):
+        return f"quantization is {wish!r}"
+    if found is None:
+        return f"the matrices of {files.name} are not in few bits"
+    packed = PackedScheme(found)
+    return f"{files.name} has no integer matrices ({found.name})" if packed.is_empty else packed
 
 
 def on_load_kinds(wish: str | None) -> Mapping[str, str] | str | None:
@@ -143,12 +179,13 @@ def _checkpoint_scheme(files: ModelFiles, model: ModelConfig, kind: str | None) 
 
 def _dtypes(files: ModelFiles) -> Mapping[str, str]:
     """The dtypes in the headers of safetensors files, by the tensors' names."""
+    from quire.loading.bundle import locate
     from quire.loading.file_checkpoint import find_shards
 
-    states = [(path, path.stat()) for path in find_shards(files, "safetensors").files]
+    states = [(path, locate(path)) for path in find_shards(files, "safetensors").files]
     found: dict[str, str] = {}
     for path, state in states:
-        found |= _header_dtypes(path, state.st_size, state.st_mtime_ns)
+        found |= _header_dtypes(path, state.size, state.mtime_ns)
     return found
 
 

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import gguf
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
 from quire.errors import CheckpointError, ModelNotFoundError, UnsupportedModelError
+from quire.loading.gguf_tokenizer import _PRE_TOKENIZERS
 from quire.loading.tokenizer import load_tokenizer
 
 Write = Callable[..., Path]
@@ -108,7 +109,10 @@ DIGITS = ["1 2", "12 3", "123 4", "Ġ 1", "h i", "e Ì"]
         ("gpt-2", "gpt2", ["Ġ1", "2", "3", "4"]),
         ("smollm", "llama", ["Ġ", "1", "2", "3", "4"]),
         ("qwen2", "qwen2", ["Ġ", "1", "2", "3", "4"]),
+        ("qwen35", "qwen35", ["Ġ", "1", "2", "3", "4"]),
         ("llama-bpe", "llama", ["Ġ", "123", "4"]),
+        ("lfm2", "lfm2", ["Ġ", "123", "4"]),
+        ("gpt-4o", "gpt-oss", ["Ġ", "123", "4"]),
         (None, "qwen3", ["Ġ", "1", "2", "3", "4"]),
         ("default", "gpt2", ["Ġ1", "2", "3", "4"]),
     ],
@@ -120,6 +124,16 @@ def test_each_pre_tokenizer_splits_digits_its_own_way(
     tokenizer = load_tokenizer(write_gguf({}, arch=arch, extra=bpe(pre, merges)))
     assert tokenizer.convert_ids_to_tokens(tokenizer(" 1234")["input_ids"]) == expected
     assert tokenizer.decode(tokenizer("hi 1234\n\n  é")["input_ids"]) == "hi 1234\n\n  é"
+
+
+def test_words_are_split_as_in_the_originals() -> None:
+    from transformers.models.qwen3_5.tokenization_qwen3_5 import PRETOKENIZE_REGEX
+
+    assert _PRE_TOKENIZERS["qwen35"].pattern == PRETOKENIZE_REGEX
+    split = pre_tokenizers.Split(Regex(_PRE_TOKENIZERS["gpt-4o"].pattern), "isolated").pre_tokenize_str
+    # o200k begins a word at a capital letter, and keeps contractions with their word.
+    assert [piece for piece, _ in split("HTTPServer isn't a/b")] == ["HTTPServer", " isn't", " a", "/b"]
+    assert [piece for piece, _ in split("camelCase 12345\n/")] == ["camel", "Case", " ", "123", "45", "\n", "/"]
 
 
 def test_special_and_user_defined_tokens_and_bos(write_gguf: Write) -> None:

@@ -59,7 +59,7 @@ def test_greedy_tokens_are_those_of_the_dequantized_model(name: str, checkpoint:
     del config["quantization_config"]
     (tmp_path / "plain" / "config.json").write_text(json.dumps(config))
     reference = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", dtype=torch.float32)
-    with engine(folder) as llm:
+    with engine(folder, cpu_weights="dense") as llm:
         found = tokens(llm, PROMPTS)
     for prompt, made in zip(PROMPTS, found, strict=True):
         assert made == _greedy(reference, prompt, len(made))
@@ -255,7 +255,7 @@ def test_blocks_of_weights_rounded_otherwise_have_other_keys(tmp_path: Path, tin
 @pytest.mark.parametrize("name", SCHEMES)
 def test_inspect_says_how_each_layer_is_stored(name: str, checkpoint: Any, quire: Any) -> None:
     folder = checkpoint(name)[0]
-    ran = quire("inspect", folder, "--json", "--device", "cpu", "--dtype", "bfloat16")
+    ran = quire("inspect", folder, "--json", "--device", "cpu", "--dtype", "bfloat16", "--cpu-weights", "dense")
     assert (ran.code, ran.err) == (0, "")
     found = json.loads(ran.out)
     assert found["problems"] == found["disagreements"] == []

@@ -177,12 +177,12 @@ def generate() -> Iterator[Callable[..., tuple[list[int], Any]]]:
 
 def test_the_engine_generates_the_same_tokens(dense: Path, mixture: Path, generate: Callable[..., Any]) -> None:
     for path in (dense, mixture):
-        tokens, _ = generate(path, TOKENS, 12, skip_tokenizer_init=True)
+        tokens, _ = generate(path, TOKENS, 12, skip_tokenizer_init=True, cpu_weights="dense")
         assert generate(path, TOKENS, 12, skip_tokenizer_init=True, quantization="gguf")[0] == tokens
 
 
 def test_the_default_model_writes_the_same_text(generate: Callable[..., Any]) -> None:
     prompt = "The three states of matter are"
-    tokens, logprob = generate(None, prompt, 2)
+    tokens, logprob = generate(None, prompt, 2, cpu_weights="dense")
     again, other = generate(None, prompt, 2, quantization="gguf")
     assert again == tokens and other == pytest.approx(logprob, abs=1e-3)

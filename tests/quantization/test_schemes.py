@@ -17,7 +17,7 @@ def test_no_description():
             scheme_of({}, dtypes={f"{UP}.{tensor}": dtype})
 
 
-@pytest.mark.parametrize("method", ["bitsandbytes", "torchao", "quark", "bitnet", "gemma", "hqq", "aqlm"])
+@pytest.mark.parametrize("method", ["bitsandbytes", "torchao", "quark", "gemma", "hqq", "aqlm"])
 def test_methods_without_a_reader_are_refused_by_name(method):
     with pytest.raises(UnsupportedModelError, match=rf"'{method}', which is not read: \w+"):
         scheme_of({"quantization_config": {"quant_method": method}})

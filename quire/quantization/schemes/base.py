@@ -13,6 +13,8 @@ from quire.quantization.formats.base import Format
 _SIXTEEN_BITS = {"BF16", "F16", "F32", "F64"}
 _PACKED = {"qweight", "weight_packed"}
 _WEIGHT_SCALES = {"weight_scale", "weight_scale_inv", "weight_scale_2", "weight_global_scale", "weight_zero_point"}
+_TEXT_PARTS = ("model.language_model", "model.text_model")
+"""What files of models that also take images have in place of `model`."""
 _KV_SCALES = re.compile(r"(^|\.)(k_scale|v_scale|q_scale|prob_scale|kv_scale|k_zero_point|v_zero_point|q_zero_point)$")
 _OUTPUT_SCALES = re.compile(r"\.(k_proj|v_proj|qkv_proj)\.output_(scale|zero_point)$")
 
@@ -35,9 +37,14 @@ class Header:
     def of(self, module: str) -> Mapping[str, str]:
         """The dtypes of a module's tensors, by their names within it. Checkpoints of a bare base model lack its prefix,
         those of a larger model have one more."""
+        return self._modules.get(self.stored_as(module), {})
+
+    def stored_as(self, module: str) -> str:
+        """The name that the checkpoint has a module under; as it is, if none is found."""
         first, _, rest = module.partition(".")
         names = [module, rest if first not in self._first else "", *(f"{prefix}.{module}" for prefix in self._first)]
-        return next((self._modules[name] for name in names if name in self._modules), {})
+        names += [f"{part}.{rest}" for part in _TEXT_PARTS if first == "model"]
+        return next((name for name in names if name in self._modules), module)
 
     def is_quantized(self, module: str) -> bool | None:
         """Whether a module's matrix is stored in few bits; None: not known, or there is none."""
@@ -80,7 +87,7 @@ class DescribedScheme(abc.ABC):
         if quantized is None and is_head(module):
             # Tied to the embeddings, or there are no tensors to ask.
             return self.described(module) if self.describes_head(module) and not self.header.known else None
-        described = self.described(module)
+        described = self._described(module, bool(quantized))
         if quantized is False and described is not None:
             if not is_head(module) or self.describes_head(module):
                 self._note(f"{module} is {described.describe()} by the description, but stored in 16 bits")
@@ -91,6 +98,14 @@ class DescribedScheme(abc.ABC):
                 f"{module} is stored in few bits ({held}), but the checkpoint's description ({self.name}) leaves it out"
             )
         return described
+
+    def _described(self, module: str, is_quantized: bool) -> Format | None:
+        """By the name that the checkpoint has the module under, where that is in a part of a larger model."""
+        stored = self.header.stored_as(module)
+        if not stored.startswith(_TEXT_PARTS):
+            return self.described(module)
+        found = self.described(stored)
+        return self.described(module) if found is None and is_quantized else found
 
     def ignores(self, tensor: str) -> bool:
         """Whether a tensor, by its full name, is a scale of the KV cache."""

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from quire.kernels.weights.superblock import KINDS
 from quire.loading.gguf import GGUFWeight
-from quire.quantization.formats.gguf import BLOCKS, GGUFFormat
+from quire.quantization.formats.gguf import BLOCKS, PACKED_ON_CPU, GGUFFormat
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ class GGUFScheme:
     """Experts are stacked in the file; they are asked for, and read, under the names of Hugging Face's Qwen models."""
 
     def __init__(self, checkpoint: Iterable[GGUFWeight], interleaved: bool = False) -> None:
-        """`interleaved`: for a CPU's products, which take matrices, not stacks of experts, in one of `KINDS`."""
+        """`interleaved`: for a CPU's products."""
         self.disagreements: list[str] = []
         self._formats: dict[str, GGUFFormat] = {}
         encodings: dict[str, str] = {}
@@ -44,8 +44,8 @@ class GGUFScheme:
                 continue
             module = weight.name.removesuffix(".weight")
             encodings[module] = weight.encoding
-            packs = weight.encoding in BLOCKS and weight.blocks is not None and not _REGROUPED.search(module)
-            if packs and not (interleaved and (weight.encoding not in KINDS or len(weight.shape) > 2)):
+            known = PACKED_ON_CPU if interleaved else BLOCKS
+            if weight.encoding in known and weight.blocks is not None and not _REGROUPED.search(module):
                 self._formats[module] = GGUFFormat(weight.encoding, interleaved)
         self._drop_uneven_experts(encodings)
         others = Counter(encoding for module, encoding in encodings.items() if module not in self._formats)
@@ -70,6 +70,7 @@ class GGUFScheme:
         for owner in {found[1] for module in modules if (found := _EXPERTS.fullmatch(module))}:
             gate, up, down = (self._formats.get(f"{owner}.{name}_proj") for name in ("gate", "up", "down"))
             packs = gate is not None and gate == up and down is not None
-            if not (packs and (gate.encoding in KINDS) == (down.encoding in KINDS)):  # type: ignore[union-attr]
+            same = packs and (gate.interleaved or (gate.encoding in KINDS) == (down.encoding in KINDS))  # type: ignore[union-attr]
+            if not same:
                 for name in ("gate", "up", "down"):
                     self._formats.pop(f"{owner}.{name}_proj", None)
