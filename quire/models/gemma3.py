@@ -31,3 +31,9 @@ class Gemma3ForCausalLM(Gemma2ForCausalLM):
     def ignores(self, name: str) -> bool:
         """As in Llama; and what images are read with."""
         return name.startswith(_OTHER_PARTS) or super().ignores(name)
+
+
+class Gemma3ForConditionalGeneration(Gemma3ForCausalLM):
+    """The 4B to 27B models: the tokens of an image see each other both ways. The encoder is in `vision/`."""
+
+    bidirectional_spans = True

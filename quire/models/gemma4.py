@@ -88,7 +88,9 @@ class Gemma4Attention(nn.Module):
             self.k_norm = RMSNorm(build, "k_norm", heads.dim)
             k_gain = self.k_norm.weight
         self.qkv_proj = FusedLinear(build, config.hidden_size, parts, bias)
-        self.attention = Attention(build, heads, layer, cos_sin, (self.q_norm.weight, k_gain, self.eps), scale=1.0)
+        norms = (self.q_norm.weight, k_gain, self.eps)
+        # Tokens of an image see each other both ways in layers with a window alone.
+        self.attention = Attention(build, heads, layer, cos_sin, norms, scale=1.0, sees_spans=not shape.is_full)
         self.attention.num_all_kv_heads = shape.kv_heads
         self.o_proj = RowParallelLinear(build, "o_proj", rows, config.hidden_size, bias)
 
@@ -238,12 +240,18 @@ class LayerEmbeddings(nn.Module):
 class Gemma4Model(nn.Module):
     """Embeddings, layers and final norm: those on this stage."""
 
+    media_tokens: torch.Tensor
+
     def __init__(self, build: BuildContext, shapes: Sequence[Shape]) -> None:
         super().__init__()
         config, ranks = build.config, build.ranks
         size, each = config.hidden_size, int(config.raw.get("hidden_size_per_layer_input") or 0)
         self.ops = build.ops
         self.scale = embedding_scale(build)
+        self.padding = int(config.raw.get("pad_token_id") or 0)
+        named = [config.raw.get(f"{kind}_token_id") for kind in ("image", "video", "audio")]
+        media = [token for token in named if isinstance(token, int)]
+        self.register_buffer("media_tokens", torch.tensor(media, device=build.device), persistent=False)
         self.embed_tokens = VocabEmbedding(build, "embed_tokens") if ranks.is_first_stage else None
         self.inputs: LayerEmbeddings | None = None
         if each:
@@ -266,6 +274,10 @@ class Gemma4Model(nn.Module):
         self.layers = nn.ModuleDict({str(i): layer for i, layer in layers.items()})
         self.norm = RMSNorm(build, "norm", size) if ranks.is_last_stage else None
 
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        """[T, hidden size]: what the first layer reads; on the first stage only."""
+        return self.embed_tokens(tokens) * self.scale  # type: ignore[misc]
+
     def forward(
         self,
         tokens: torch.Tensor,
@@ -275,7 +287,9 @@ class Gemma4Model(nn.Module):
         hidden: torch.Tensor | None,
     ) -> torch.Tensor:
         if hidden is None:
-            hidden = self.embed_tokens(tokens) * self.scale  # type: ignore[misc]  # there on the first stage
+            hidden = self.embed(tokens)
+        elif self.inputs is not None:  # the table has nothing for images: they read what padding has
+            tokens = torch.where(torch.isin(tokens, self.media_tokens), self.padding, tokens)
         own: Sequence[torch.Tensor | None] = [None] * len(self.layers)
         if self.inputs is not None:
             projected = self.per_layer_model_projection(hidden)
@@ -324,6 +338,10 @@ class Gemma4ForCausalLM(nn.Module):
     ) -> torch.Tensor:
         return self.model(tokens, positions, kv, inputs, hidden)
 
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        """[T, hidden size]: what the first layer reads, where some of it is replaced (`vision/base.py`)."""
+        return self.model.embed(tokens)
+
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[S, hidden_size] -> [S, vocab_size]."""
         logits = self.lm_head(hidden)  # type: ignore[misc]  # there on the last stage
@@ -359,6 +377,15 @@ class Gemma4ForCausalLM(nn.Module):
         """The largest cache of a layer."""
         largest = max(self.shapes, key=lambda shape: len(shape.heads.kv) * shape.dim)
         return KVSpec(len(self.model.layers), len(largest.heads.kv), largest.dim)
+
+
+class Gemma4ForConditionalGeneration(Gemma4ForCausalLM):
+    """As published, with a vision tower (`vision/gemma4.py`); sound is not taken."""
+
+    @property
+    def bidirectional_spans(self) -> bool:
+        """Whether the tokens of an image see each other both ways: in the larger models."""
+        return self.build.config.raw.get("use_bidirectional_attention") == "vision"
 
 
 def _rope(build: BuildContext, shape: Shape) -> Any:

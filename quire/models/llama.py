@@ -172,6 +172,11 @@ class LlamaModel(nn.Module):
         self.layers = nn.ModuleDict({str(i): make_layer(build, variant, i, tables[i]) for i in stage_layers(build)})
         self.norm = variant.make_norm(build, "norm") if build.ranks.is_last_stage else None
 
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        """[T, hidden size]: what the first layer reads; on the first stage only."""
+        hidden = self.embed_tokens(tokens)  # type: ignore[misc]
+        return hidden if self.embedding_scale == 1 else hidden * self.embedding_scale
+
     def forward(
         self,
         tokens: torch.Tensor,
@@ -180,16 +185,15 @@ class LlamaModel(nn.Module):
         inputs: AttentionInputs,
         hidden: torch.Tensor | None,
     ) -> torch.Tensor:
-        if hidden is None:
-            hidden = self.embed_tokens(tokens)  # type: ignore[misc]  # there on the first stage
-            if self.embedding_scale != 1:
-                hidden = hidden * self.embedding_scale
+        hidden = self.embed(tokens) if hidden is None else hidden
         residual = None
-        features = inputs.features
+        features, deepstack = inputs.features, inputs.deepstack
         for (number, layer), cache in zip(self.layers.items(), kv, strict=True):
             if features is not None:
                 features.take(self.ops, int(number), hidden, residual)
             hidden, residual = layer(hidden, residual, positions, cache, inputs)
+            if deepstack is not None:
+                deepstack.add(int(number), hidden, residual)
         if features is not None:
             features.take(self.ops, int(number) + 1, hidden, residual)
         if residual is None:  # the layers have added everything themselves
@@ -235,6 +239,10 @@ class LlamaForCausalLM(nn.Module):
         hidden: torch.Tensor | None = None,
     ) -> torch.Tensor:
         return self.model(tokens, positions, kv, inputs, hidden)
+
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        """[T, hidden size]: what the first layer reads, where some of it is replaced (`vision/base.py`)."""
+        return self.model.embed(tokens)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[S, hidden_size] -> [S, vocab_size]."""

@@ -52,8 +52,9 @@ class Ministral3ForCausalLM(LlamaForCausalLM):
 
 
 class Mistral3ForConditionalGeneration(Ministral3ForCausalLM):
-    """Mistral Small 3.1 and later, and Ministral 3, as published: with a vision tower, which is not loaded."""
+    """Mistral Small 3.1 and later, and Ministral 3, as published: with a vision tower, which is read apart."""
 
     def ignores(self, name: str) -> bool:
         """The vision tower, too."""
-        return name.startswith(("vision_tower.", "multi_modal_projector.")) or super().ignores(name)
+        other_parts = ("vision_tower.", "multi_modal_projector.")
+        return name.removeprefix("model.").startswith(other_parts) or super().ignores(name)

@@ -207,8 +207,15 @@ class QwenHybridForCausalLM(nn.Module):
         inputs: AttentionInputs,
         hidden: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        text: Any = self.model.language_model if self.nested else self.model
-        return text(tokens, positions, kv, inputs, hidden)
+        return self._text(tokens, positions, kv, inputs, hidden)
+
+    @property
+    def _text(self) -> Any:
+        return self.model.language_model if self.nested else self.model
+
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        """[T, hidden size]: what the first layer reads, where some of it is replaced (`vision/base.py`)."""
+        return self._text.embed(tokens)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[S, hidden_size] -> [S, vocab_size]."""

@@ -1,0 +1,1 @@
+"""Media that requests name or carry: fetching and decoding, within limits."""

@@ -1,0 +1,1 @@
+"""Images and videos: processors that turn pixels into items, and encoders that turn items into embeddings."""

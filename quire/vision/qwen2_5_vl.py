@@ -1,0 +1,113 @@
+"""The encoder of Qwen2.5-VL (arXiv 2502.13923): a transformer most of whose layers attend in windows."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from quire.layers.build_context import BuildContext
+from quire.vision.layers import (
+    GatedVisionMLP,
+    Rotation,
+    Segments,
+    VisionAttention,
+    VisionLinear,
+    VisionNorm,
+    rotation_2d,
+    vision_fields,
+)
+from quire.vision.qwen_vit import FrameLayout, Packed, QwenVisionEncoder
+
+_DEFAULTS = {
+    "depth": 32,
+    "hidden_size": 3584,
+    "hidden_act": "silu",
+    "intermediate_size": 3420,
+    "num_heads": 16,
+    "in_channels": 3,
+    "patch_size": 14,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "window_size": 112,
+    "fullatt_block_indexes": (7, 15, 23, 31),
+}
+_EPS = 1e-6
+
+
+class Qwen2_5VisionBlock(nn.Module):  # noqa: N801
+    """Attention and a gated MLP, each behind an RMS norm."""
+
+    def __init__(self, build: BuildContext, size: int, width: int, heads: int, act: str) -> None:
+        super().__init__()
+        self.norm1 = VisionNorm(build, "norm1", size, _EPS, rms=True)
+        self.norm2 = VisionNorm(build, "norm2", size, _EPS, rms=True)
+        self.attn = VisionAttention(build, size, heads, "qkv", "proj")
+        self.mlp = GatedVisionMLP(build, size, width, act, bias=True)
+
+    def forward(self, x: torch.Tensor, segments: Segments, rotation: Rotation) -> torch.Tensor:
+        x = x + self.attn(self.norm1(x), segments, rotation)
+        return x + self.mlp(self.norm2(x))
+
+
+class Qwen2_5VLEncoder(QwenVisionEncoder):  # noqa: N801
+    """Patches in the order of their windows; merged four by four at the end."""
+
+    def __init__(self, build: BuildContext) -> None:
+        vision = vision_fields(build.config.raw, _DEFAULTS)
+        size, heads = int(vision["hidden_size"]), int(vision["num_heads"])
+        super().__init__(build, vision, size // heads)
+        self.window = int(vision["window_size"]) // self.patch // self.merge
+        self.full = frozenset(vision["fullatt_block_indexes"])
+        self.patch_embed = VisionLinear(build, "patch_embed.proj", self.kernel, size, bias=False)
+        width, act = int(vision["intermediate_size"]), str(vision["hidden_act"])
+        blocks = [Qwen2_5VisionBlock(build, size, width, heads, act) for _ in range(int(vision["depth"]))]
+        self.blocks = nn.ModuleList(blocks)
+        self.merger = QwenMerger(build, size, self.merge, rms=True)
+
+    def make_layout(self, rows: int, columns: int) -> FrameLayout:
+        """Rotation and runs, in the order of the windows."""
+        order, windows = self._windows(rows // self.merge, columns // self.merge)
+        places = self.places(rows, columns).reshape(-1, self.merge**2, 2)[order].reshape(-1, 2)
+        device = self.build.device
+        rotation = rotation_2d(places, self.head_dim, 10000.0, device)
+        return FrameLayout(rotation, windows, torch.from_numpy(order).to(device))
+
+    def _windows(self, rows: int, columns: int) -> tuple[np.ndarray, np.ndarray]:
+        """(merged blocks in the order of their windows, patches of each window)."""
+        row, column = np.indices((rows, columns)).reshape(2, -1)
+        window = row // self.window * -(-columns // self.window) + column // self.window
+        return np.argsort(window, kind="stable"), np.bincount(window) * self.merge**2
+
+    def transform(self, packed: Packed) -> torch.Tensor:
+        """[rows of all items, width]."""
+        orders = [frame.order for frame in packed.frames if frame.order is not None]
+        starts = np.cumsum([0, *map(len, orders)]).tolist()
+        order = torch.cat([own + start for own, start in zip(orders, starts, strict=False)])
+        x = self.patch_embed(packed.patches)
+        x = x.unflatten(0, (-1, self.merge**2))[order].flatten(0, 1)
+        rotation, whole = packed.rotation(), packed.segments()
+        lengths = [frame.windows for frame in packed.frames if frame.windows is not None]
+        windows = Segments(np.concatenate(lengths), self.build.device)
+        for number, block in enumerate(self.blocks):
+            x = block(x, whole if number in self.full else windows, rotation)
+        merged = self.merger(x)
+        out = torch.empty_like(merged)
+        out[order] = merged
+        return out
+
+
+class QwenMerger(nn.Module):
+    """The norms of neighbouring patches, joined, through an MLP of two products."""
+
+    def __init__(self, build: BuildContext, size: int, merge: int, rms: bool = False) -> None:
+        super().__init__()
+        joined = size * merge**2
+        self.joined = joined
+        self.ln_q = VisionNorm(build, "ln_q", size, _EPS, rms)
+        self.up = VisionLinear(build, "mlp.0", joined, joined)
+        self.down = VisionLinear(build, "mlp.2", joined, build.config.hidden_size)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(F.gelu(self.up(self.ln_q(x).reshape(-1, self.joined))))

@@ -1,0 +1,108 @@
+"""Encoded images on the device, by slot: encoded before a step, read by its prompts in place of embeddings of ids."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+
+from quire.layers.attention.base import Deepstack
+from quire.messages.media import EMBEDS, VALUES, EncodeItem, MediaItem
+from quire.messages.plan import StepPlan
+from quire.worker.batch import StepInputs, Upload
+
+logger = logging.getLogger(__name__)
+
+
+class EncodedItems:
+    """Embeddings of items [rows, width], by slot. Which slot has what, the scheduler decides."""
+
+    def __init__(self, model: Any, encoder: Any | None, hidden_size: int, dtype: torch.dtype) -> None:
+        """`encoder`: a `VisionEncoder`, if the model takes images."""
+        self._model = model
+        self._encoder = encoder
+        self._hidden = hidden_size
+        self._dtype = dtype
+        self._device: torch.device = model.build.device
+        self._is_first_stage: bool = model.build.ranks.is_first_stage
+        self._upload = Upload(self._device)
+        self._slots: dict[int, torch.Tensor] = {}
+
+    def apply(self, plan: StepPlan) -> list[tuple[int, str]]:
+        """Free and encode what the plan says; returns (slot, why) of items that could not be encoded. All stages check
+        what they are given; only the first has use for it."""
+        if plan.reset:
+            self._slots.clear()
+        for slot in plan.freed:
+            self._slots.pop(slot, None)
+        if not plan.encode or not self._is_first_stage:
+            return []
+        images = [each for each in plan.encode if each.item.kind != EMBEDS]
+        errors: list[tuple[int, str]] = []
+        for each in plan.encode:
+            if each.item.kind == EMBEDS:
+                self._slots[each.slot] = self._embeds(each.item)
+        if images:
+            try:
+                self._encode(images)
+            except Exception as error:
+                if len(images) == 1:
+                    self._fail(images[0], error, errors)
+                else:
+                    self._encode_alone(images, errors)
+        return errors
+
+    def _encode_alone(self, images: list[EncodeItem], errors: list[tuple[int, str]]) -> None:
+        """One of these cannot be encoded: find out which."""
+        for each in images:
+            try:
+                self._encode([each])
+            except Exception as error:
+                self._fail(each, error, errors)
+
+    def _fail(self, each: EncodeItem, error: Exception, errors: list[tuple[int, str]]) -> None:
+        """Tokens that read the item give no numbers, so that nothing is drawn from them."""
+        if isinstance(error, torch.OutOfMemoryError):
+            raise error
+        logger.error("request %s: its %s cannot be encoded: %s", each.request, each.item.kind, error)
+        width = self._hidden if self._encoder is None else self._encoder.width
+        self._slots[each.slot] = torch.full((each.item.rows, width), torch.nan, dtype=self._dtype, device=self._device)
+        errors.append((each.slot, str(error)))
+
+    def _encode(self, images: list[EncodeItem]) -> None:
+        if self._encoder is None:
+            raise ValueError("this model has no encoder")
+        found = self._encoder.encode([each.item for each in images])
+        for each, rows in zip(images, found, strict=True):
+            if rows.shape != (each.item.rows, self._encoder.width):
+                raise ValueError(
+                    f"the encoder yields {tuple(rows.shape)}, and {each.item.rows} rows of {self._encoder.width} are "
+                    "expected"
+                )
+            self._slots[each.slot] = rows
+
+    def _embeds(self, item: MediaItem) -> torch.Tensor:
+        values = torch.from_numpy(item.arrays[VALUES])
+        return values.to(device=self._device, dtype=self._dtype)
+
+    def splice(self, plan: StepPlan, inputs: StepInputs) -> None:
+        """Make the hidden states that enter the first layer, with the rows that the plan's tokens read."""
+        if not self._is_first_stage:
+            return
+        rows = torch.cat([self._slots[s.slot][s.offset : s.offset + s.length] for s in plan.splices])
+        places = self._places(plan)
+        hidden = self._model.embed(inputs.tokens)
+        hidden.index_copy_(0, places, rows[:, : self._hidden].to(hidden.dtype))
+        inputs.hidden = hidden
+        if rows.shape[1] > self._hidden:
+            layers = rows[:, self._hidden :].split(self._hidden, dim=1)
+            inputs.attention[0].deepstack = Deepstack(places, layers)
+
+    def _places(self, plan: StepPlan) -> torch.Tensor:
+        """[rows read]: the step's tokens that read them."""
+        starts, lengths = self._upload([s.start for s in plan.splices], [s.length for s in plan.splices])
+        ends = lengths.cumsum(0)
+        total = sum(s.length for s in plan.splices)
+        offsets = torch.repeat_interleave(starts - (ends - lengths), lengths, output_size=total)
+        return torch.arange(total, device=self._device) + offsets

@@ -1,0 +1,1 @@
+"""Images: processors, encoders and models that see."""
