@@ -173,6 +173,7 @@ def _longrope(rope: _Rope) -> tuple[torch.Tensor, float]:
 
 _KINDS: dict[str, Callable[[_Rope], tuple[torch.Tensor, float]]] = {
     "default": _default,
+    "mrope": _default,
     "proportional": _proportional,
     "linear": _linear,
     "dynamic": _dynamic,

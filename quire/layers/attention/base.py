@@ -85,6 +85,14 @@ class AttentionInputs:
     which tokens count. All cache groups have the same. None: the states stay as they are."""
     features: FeatureRequest | None = None
     """What a proposer reads inside the model. A model with `supports_features` fills it, given the first group's."""
+    deepstack: Deepstack | None = None
+    """What is added to the residual stream after the first layers, at tokens of images. The first group has it."""
+    visible: Sequence[tuple[int, int, int]] = ()
+    """(row of the step, first position, position after the last): tokens that see each other both ways, all of them in
+    the step: another way to say `ahead`, for callers that know positions."""
+    ahead: torch.Tensor | None = None
+    """[T] int32: how many of the tokens after it each query also sees, in layers with `AttentionSpec.sees_spans`: the
+    rest of its span. All cache groups have the same. None: attention is causal."""
     contexts: Sequence[int] | None = None
     """Tokens that were cached before this step, of each row after the decodes, where the host knows them."""
     query_lens: Sequence[int] | None = None
@@ -99,6 +107,21 @@ class AttentionInputs:
     def of(self, group: int) -> AttentionInputs:
         """The same step as seen by the layers of a cache group."""
         return self.siblings[group] if self.siblings else self
+
+    def seen_ahead(self, spec: AttentionSpec) -> torch.Tensor | None:
+        """`ahead` as a layer sees it."""
+        if not spec.sees_spans or (self.ahead is None and not self.visible):
+            return None
+        if self.ahead is None:
+            ahead = torch.zeros(self.num_tokens, dtype=torch.int32)
+            for row, start, stop in self.visible:
+                first, end = self.query_starts[row : row + 2].tolist()
+                position = int(self.context_lens[row]) - (end - first)
+                at = first + start - position
+                if first <= at < end:
+                    ahead[at : at + stop - start] = torch.arange(stop - start - 1, -1, -1, dtype=torch.int32)
+            self.ahead = ahead.to(self.query_starts.device)
+        return self.ahead
 
     def own_tables(self, width: int) -> torch.Tensor:
         """[S, width]: the rows' tables, gathered if needed."""
@@ -122,6 +145,25 @@ class AttentionSpec:
     """[heads]: a logit of each head that joins the softmax's denominator, and has no value."""
     slopes: torch.Tensor | None = None
     """[heads] float32 (ALiBi, arXiv 2108.12409): the bias of a key is the slope * (its position - the query's)."""
+    sees_spans: bool = True
+    """Queries also see the later tokens of the span they are in (`AttentionInputs.ahead`), however far away."""
+
+
+@dataclass
+class Deepstack:
+    """Features of an image encoder for the first layers: added to the residual stream at the image's tokens."""
+
+    places: torch.Tensor
+    """[S]: which of the step's tokens."""
+    layers: Sequence[torch.Tensor]
+    """For each of the first layers: [S, hidden size]."""
+
+    def add(self, layer: int, hidden: torch.Tensor | None, residual: torch.Tensor | None) -> None:
+        """Add the layer's features to the stream that left it, hidden + residual, either of which may be None."""
+        if layer < len(self.layers):
+            stream = hidden if residual is None else residual
+            assert stream is not None
+            stream.index_add_(0, self.places, self.layers[layer])
 
 
 @dataclass

@@ -32,6 +32,9 @@ class CpuPagedAttention(TorchPagedAttention):
         block_stride, _, _, slot_stride, _ = kv.stride()
         if kernel is None or kv.dtype != dtype or head_stride != head_dim or slot_stride != head_dim:
             return super().attend(q, kv, inputs, spec)
+        ahead = inputs.seen_ahead(spec)
+        if ahead is not None and spec.slopes is not None:
+            return super().attend(q, kv, inputs, spec)
         sinks = spec.sinks
         if sinks is not None and sinks.dtype != dtype:
             sinks = sinks.to(dtype)
@@ -49,6 +52,7 @@ class CpuPagedAttention(TorchPagedAttention):
                 tables.data_ptr(),
                 0 if sinks is None else sinks.data_ptr(),
                 0 if spec.slopes is None else spec.slopes.data_ptr(),
+                0 if ahead is None else ahead.data_ptr(),
                 inputs.num_rows,
                 heads,
                 kv_heads,

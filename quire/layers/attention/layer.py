@@ -9,6 +9,7 @@ from quire.kernels.kv import LayerKV, QuantizedKV
 from quire.layers.attention.base import AttentionInputs, AttentionSpec, LastTokens
 from quire.layers.build_context import BuildContext
 from quire.layers.linear import Heads
+from quire.layers.mrope import mixed_rotations, position_axes
 from quire.loading.weights import Target
 
 
@@ -53,9 +54,10 @@ class Attention(nn.Module):
         soft_cap: float | None = None,
         sinks: torch.Tensor | None = None,
         slopes: torch.Tensor | None = None,
+        sees_spans: bool = True,
     ) -> None:
         """`layer`: its index in the whole model, whose window it has. `scale`: 1 / sqrt(head_dim) if None. `soft_cap`,
-        `sinks` and `slopes` (of this rank's heads): see `AttentionSpec`."""
+        `sinks`, `slopes` (of this rank's heads) and `sees_spans`: see `AttentionSpec`."""
         super().__init__()
         self.ops = build.ops
         self.backend = build.attention
@@ -72,7 +74,8 @@ class Attention(nn.Module):
         self.register_buffer("kv_scales", scales, persistent=False)
         self.has_unit_scales = True
         scale = heads.dim**-0.5 if scale is None else scale
-        self.spec = AttentionSpec(scale, build.config.windows[layer], soft_cap, sinks, slopes)
+        self.spec = AttentionSpec(scale, build.config.windows[layer], soft_cap, sinks, slopes, sees_spans)
+        self.axes = position_axes(build)
         self.group = 0
         self._owner: tuple[Attention, ...] = ()  # a tuple: its module is not a part of this one
 
@@ -103,10 +106,13 @@ class Attention(nn.Module):
         attended = inputs if last is None else last.inputs.of(self.group)
         self.backend.prepare(self.num_heads, kv, attended, self.spec)
         slots = torch.zeros_like(inputs.slots) if self._owner else inputs.slots  # zeros: the null block's
+        cos_sin = self.cos_sin
+        if positions.dim() > 1 and cos_sin is not None:
+            cos_sin, positions = mixed_rotations(cos_sin, positions, self.axes, inputs.common)
         q = self.ops.prepare_qkv(
             qkv,
             positions,
-            self.cos_sin,
+            cos_sin,
             self.norms,
             kv,
             slots,

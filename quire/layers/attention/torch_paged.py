@@ -49,6 +49,7 @@ class TorchPagedAttention:
         """Rows first to last, with at most `length` queries each, into their tokens' rows of `out`."""
         tokens, heads, dim = q.shape
         _, _, kv_heads, block_size, _ = kv.shape
+        ahead = inputs.seen_ahead(spec)
         blocks = min(-(-inputs.max_context_len // block_size), inputs.block_tables.shape[1])
         context = blocks * block_size
         tables = inputs.own_tables(blocks)
@@ -74,6 +75,8 @@ class TorchPagedAttention:
                 index = torch.where(query < query_lens, query_starts + query, tokens)
                 position = (context_lens - query_lens + query).unsqueeze(-1)
                 visible = cached <= position
+                if ahead is not None:
+                    visible = cached <= position + ahead[index.clamp(max=tokens - 1)].unsqueeze(-1)
                 if spec.window is not None:
                     visible &= cached > position - spec.window
                 distance = None if spec.slopes is None else cached - position

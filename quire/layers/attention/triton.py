@@ -110,7 +110,10 @@ class TritonPagedAttention(PrefixGroupBackend):
                 assert isinstance(kv, QuantizedKV) and inputs.rows is not None
                 kv = widen(kv, tables, inputs.rows, inputs.context_lens, inputs.num_rows, wide)
                 tables = wide.tables
-            prefill_attention(q, kv, out, tables, tiles, scale, window, tile, spec.soft_cap, spec.sinks, spec.slopes)
+            prefill_attention(
+                q, kv, out, tables, tiles, scale, window, tile, spec.soft_cap, spec.sinks, spec.slopes,
+                inputs.seen_ahead(spec),
+            )  # fmt: skip
         return out
 
     def _plan_wide(self, kv: QuantizedKV, inputs: AttentionInputs, decodes: int) -> WidePlan | None:

@@ -1,0 +1,1 @@
+"""LoRA adapters: reading them from disk, slots on the device, the products they add."""

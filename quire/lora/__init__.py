@@ -1,0 +1,1 @@
+"""vLLM's package for adapters: `from quire.lora.request import LoRARequest`."""
