@@ -1,0 +1,1 @@
+"""The page at `/`: its files, and the feed of what the engine does."""
