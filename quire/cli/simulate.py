@@ -16,6 +16,7 @@ from quire.errors import ValidationError
 
 if TYPE_CHECKING:
     from quire.simulation.costs import CostModel
+    from quire.simulation.device import DraftModel
     from quire.simulation.fleet import FleetOptions
     from quire.simulation.load import Conversation
     from quire.simulation.measurements import SimulationResult
@@ -32,12 +33,14 @@ EXAMPLES = """
   quire simulate --request-rate 40 --goal ttft_p99:500,tpot_p99:50
   quire simulate --request-rate 20 --sweep max_num_seqs=64,128,256 --sweep max_step_stretch=1.3,1.7,inf
   quire simulate --trace conversation_trace.jsonl --replicas 8 --kill 2@100
+  quire simulate --request-rate 2 --acceptance 0.8,0.7,0.6 --draft-seconds 0.0003
+  quire simulate --turns 8 --pause 30 --host-blocks 200K --tensor-parallel-size 2
 """
 MOST_REPLICAS = 4096
 """Largest fleet that --goal tries."""
 SWEPT: dict[str, type] = {
     "max_num_seqs": int, "max_num_batched_tokens": int, "num_blocks": int, "replicas": int, "concurrency": int,
-    "scheduling_policy": str, "routing_policy": str, "max_step_stretch": float,
+    "scheduling_policy": str, "routing_policy": str, "max_step_stretch": float, "host_blocks": int,
 }  # fmt: skip
 
 
@@ -75,6 +78,18 @@ def configure(parser: Parser) -> None:
     fleet.add_argument("--no-prefix-caching", action="store_true")
     fleet.add_argument("--kill", action="append", default=[], metavar="REPLICA@SECOND", help="a replica dies then")
     fleet.add_argument("--restart-seconds", type=float, default=30.0, metavar="S", help="until it is back (30)")
+    fleet.add_argument("--tensor-parallel-size", type=positive, default=1, metavar="N",
+                       help="ranks of a replica; the cost of several is modelled, not measured")  # fmt: skip
+    fleet.add_argument("--pipeline-parallel-size", type=positive, default=1, metavar="N", help="stages; likewise")
+    fleet.add_argument("--rank-latency-us", type=float, default=8.0, metavar="US", help="of an all-reduce or hop (8)")
+    fleet.add_argument("--rank-gbps", type=float, default=400.0, metavar="GB", help="GB/s between ranks (400)")
+    fleet.add_argument("--host-blocks", type=size, default=0, metavar="N", help="KV blocks in host memory (default: 0)")
+    fleet.add_argument("--host-gbps", type=float, default=50.0, metavar="GB", help="GB/s to and from it (50)")
+    fleet.add_argument("--acceptance", metavar="R,R,…",
+                       help="speculation: how often each draft is accepted if those before it are")  # fmt: skip
+    fleet.add_argument("--draft-seconds", type=float, default=0.0, metavar="S",
+                       help="what the proposer takes for one more draft of a step (default: 0)")  # fmt: skip
+    fleet.add_argument("--no-draft-tuning", action="store_true", help="always verify all drafts")
     ask = parser.add_argument_group("questions")
     ask.add_argument("--sweep", action="append", default=[], metavar="SETTING=V,V,…",
                      help=f"run every combination; settings: {', '.join(SWEPT)}")  # fmt: skip
@@ -82,6 +97,7 @@ def configure(parser: Parser) -> None:
     ask.add_argument("--dollars-per-hour", type=float, metavar="D", help="of a replica: adds the cost")
     ask.add_argument("--output-json", type=output_file, metavar="FILE", help="write all figures")
     ask.add_argument("--timeline", type=output_file, metavar="FILE", help="write the steps as a trace for Perfetto")
+    ask.add_argument("--plot", type=output_file, metavar="FILE", help="write latencies and throughput as an SVG")
     add_common(parser)
 
 
@@ -90,13 +106,13 @@ def run(args: argparse.Namespace) -> int:
     from quire.simulation.costs import read_profile
     from quire.simulation.measurements import read_goal
 
-    costs = read_profile(args.profile)
+    costs = _costs(args, read_profile(args.profile))
     load = _read_load(args)
-    options = _options(args)
+    options = _options(args, costs)
     if args.goal and args.sweep:
         raise ValidationError("--goal and --sweep are two questions: ask one at a time")
-    if args.timeline and (args.goal or args.sweep):
-        raise ValidationError("--timeline shows one run: leave out --goal and --sweep")
+    if (args.timeline or args.plot) and (args.goal or args.sweep):
+        raise ValidationError("--timeline and --plot show one run: leave out --goal and --sweep")
     if args.goal:
         found = _smallest_fleet(args, costs, options, load, read_goal(args.goal))
     elif args.sweep:
@@ -105,6 +121,10 @@ def run(args: argparse.Namespace) -> int:
         result = _simulate(args, costs, options, load)
         found = _figures(args, result)
         _print(args, result, found)
+        if args.plot:
+            from quire.cli.simulation_plot import write_plot
+
+            write_plot(args.plot, result)
     if args.output_json:
         from quire.cli.bench.load.report import write_json
 
@@ -128,9 +148,39 @@ def _read_load(args: argparse.Namespace) -> list[Conversation]:
     return draw_load(options, times)
 
 
-def _options(args: argparse.Namespace) -> FleetOptions:
+def _costs(args: argparse.Namespace, costs: CostModel) -> CostModel:
+    """The cost model of a replica: of its ranks, if it has several."""
+    from quire.simulation.ranks import RankConnection, over_ranks
+
+    if not (args.rank_gbps > 0 and args.rank_latency_us >= 0 and args.host_gbps > 0):
+        raise ValidationError("--rank-gbps and --host-gbps must be above 0, --rank-latency-us at least 0")
+    link = RankConnection(1e-6 * args.rank_latency_us, 1e9 * args.rank_gbps)
+    return over_ranks(costs, args.tensor_parallel_size, args.pipeline_parallel_size, link)
+
+
+def _drafts(args: argparse.Namespace) -> DraftModel | None:
+    from quire.messages.plan import MAX_WIDTH
+    from quire.simulation.device import DraftModel
+
+    if not args.acceptance:
+        return None
+    try:
+        rates = tuple(float(rate) for rate in args.acceptance.split(","))
+    except ValueError:
+        rates = ()
+    if not 0 < len(rates) < MAX_WIDTH or not all(0 <= rate <= 1 for rate in rates):
+        raise ValidationError(
+            f"--acceptance takes 1 to {MAX_WIDTH - 1} probabilities such as 0.8,0.7; got {args.acceptance!r}"
+        )
+    if not 0 <= args.draft_seconds < math.inf:
+        raise ValidationError(f"--draft-seconds must be at least 0, got {args.draft_seconds:g}")
+    return DraftModel(rates, args.draft_seconds, args.seed)
+
+
+def _options(args: argparse.Namespace, costs: CostModel) -> FleetOptions:
     from quire.scheduler.pacing import STREAM_STRETCH
     from quire.simulation.fleet import FleetOptions
+    from quire.simulation.ranks import host_link
 
     stretch = STREAM_STRETCH if args.max_step_stretch is None else args.max_step_stretch
     if not stretch >= 1:
@@ -147,6 +197,10 @@ def _options(args: argparse.Namespace) -> FleetOptions:
         concurrency=args.max_concurrency,
         kills=tuple(_read_kill(text) for text in args.kill),
         restart_seconds=args.restart_seconds,
+        drafts=_drafts(args),
+        tunes_drafts=not args.no_draft_tuning,
+        host_blocks=args.host_blocks,
+        link=host_link(costs, 1e9 * args.host_gbps, 1e9 * args.host_gbps) if args.host_blocks else None,
     )
 
 
@@ -195,6 +249,11 @@ def _print(args: argparse.Namespace, result: SimulationResult, found: Mapping[st
         ("steps", f"{result.steps}, {found['tokens_per_step']:.1f} tokens each; devices busy "
                   f"{100 * result.utilization:.0f}%; {result.preemptions} preemptions"),
     ]  # fmt: skip
+    if result.drafts:
+        share = 100 * result.accepted_drafts / result.drafts
+        rows.append(("drafts", f"{result.drafts} verified, {share:.0f}% accepted, at the rates given"))
+    if result.saved_blocks:
+        rows.append(("host memory", f"{result.saved_blocks} blocks saved, {result.loaded_blocks} loaded"))
     if result.deaths:
         rows.append(("deaths", f"{result.deaths}; {result.retried} requests went on elsewhere"))
     if result.joules is not None and result.output_tokens:

@@ -69,6 +69,15 @@ class CostModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Median relative error over the steps it was fitted to; None: it was not fitted."""
     watts: float | None = None
     """Mean power while it computes."""
+    layers: int | None = None
+    """Of the model, as are the next three: what is needed to model ranks and tiers (`ranks.py`)."""
+    hidden_size: int | None = None
+    weight_bytes: int | None = None
+    kv_bytes_per_token: int | None = None
+    stages: int = 1
+    """Pipeline stages, which work on different steps at the same time…"""
+    hop_seconds: float = 0.0
+    """…and what it takes from one to the next."""
 
     def seconds(self, shape: StepWork) -> float:
         """How long such a step takes."""

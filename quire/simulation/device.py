@@ -1,15 +1,20 @@
-"""A device that only takes time: an executor over a virtual clock, and the shapes of the steps it is given."""
+"""A device that only takes time: an executor over a virtual clock, and the shapes of the steps it is given.
+
+It computes nothing, but it yields what a device would: one token a draw, or more where drafts are accepted at given
+rates, and reports of copies between its memory and the host's once these have had the time they take.
+"""
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
 from quire.executor.null import NullExecutor
-from quire.messages.plan import StepPlan, StepResult
+from quire.messages.plan import Ints, MovesDone, StepPlan, StepResult
 from quire.simulation.costs import CostModel, StepWork
 
 TOKEN = 7
@@ -32,8 +37,8 @@ class StepWorkTracker:
     def __init__(self, max_rows: int) -> None:
         self._computed = np.zeros(max_rows, np.int64)
 
-    def of(self, plan: StepPlan) -> StepWork:
-        """The shape of the next plan."""
+    def of(self, plan: StepPlan, yielded: Ints | None = None) -> StepWork:
+        """The shape of the next plan. `yielded`: tokens of each of its draws, where drafts are verified."""
         computed = self._computed
         for fork in plan.branches:
             computed[fork.row] = computed[fork.source]
@@ -51,9 +56,35 @@ class StepWorkTracker:
             pairs=int((chunks * starts + chunks * (chunks + 1) // 2).sum()),
         )
         computed[plan.rows] = before + counts
+        if plan.num_drafts and yielded is not None:  # what was computed for rejected drafts is computed again
+            is_decode = plan.samples < split
+            rows = plan.sample_rows[is_decode]
+            computed[rows] = before[plan.samples[is_decode]] + yielded[is_decode]
         for fork in plan.forks:
             computed[fork.row] = computed[fork.source]
         return shape
+
+
+@dataclass(frozen=True)
+class DraftModel:
+    """Drafts that a proposer on the device makes, and how often they are right."""
+
+    rates: tuple[float, ...]
+    """For each draft of a decode the probability that it is accepted if all before it are."""
+    seconds: float = 0.0
+    """That the proposer takes for one more draft of every row of a step."""
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class HostLink:
+    """Copies of blocks between the device and host memory, in both directions at the same time."""
+
+    block_bytes: int
+    out_rate: float
+    """Bytes a second from the device…"""
+    back_rate: float
+    """…and to it."""
 
 
 @dataclass(frozen=True)
@@ -76,28 +107,73 @@ class SimulatedDevice(NullExecutor):
         max_rows: int,
         clock: VirtualClock,
         on_step: Callable[[SimulatedStep], object] = lambda step: None,
+        drafts: DraftModel | None = None,
+        link: HostLink | None = None,
     ) -> None:
+        """`drafts`: for plans that verify some. `link`: for plans that move blocks."""
         super().__init__(max_rows)
         self._costs = costs
         self._clock = clock
         self._shapes = StepWorkTracker(max_rows)
         self._on_step = on_step
+        self._drafts = drafts
+        self._chance = np.random.default_rng(0 if drafts is None else drafts.seed)
+        self._link = link
         self._free_at = -math.inf
-        """When the last step submitted is done."""
+        """When the last step submitted has left the first pipeline stage."""
+        self._link_free_at = -math.inf
+        self._moving: deque[tuple[float, MovesDone]] = deque()
+        """Copies under way, and when each is done."""
         self.busy = 0.0
         """Seconds of all steps."""
 
     def submit(self, plan: StepPlan) -> SimulatedStep:  # type: ignore[override]
         result = super().submit(plan)
-        shape = self._shapes.of(plan)
+        if self._drafts is not None:
+            self._verify(plan, result, self._drafts)
+        shape = self._shapes.of(plan, result.counts)
         start = max(self._clock.now, self._free_at)
+        copied = self._start_copies(plan, start)
+        if plan.moves is not None and plan.moves.awaited:
+            start = max(start, copied)
         seconds = self._costs.seconds(shape)
-        self._free_at = start + seconds
-        self.busy += seconds
-        step = SimulatedStep(result, shape, start, self._free_at)
+        if self._drafts is not None:
+            seconds += plan.proposals * self._drafts.seconds
+        stages = self._costs.stages
+        self._free_at, end = start + seconds / stages, start + seconds
+        if seconds:
+            end += (stages - 1) * self._costs.hop_seconds
+        elif not len(plan.rows) and self._moving:  # it only waits for copies
+            end = max(start, self._moving[0][0])
+        self.busy += seconds / stages
+        step = SimulatedStep(result, shape, start, end)
         self._on_step(step)
         return step
 
     def collect(self, handle: SimulatedStep) -> StepResult:  # type: ignore[override]
-        self._clock.now = max(self._clock.now, handle.end)
+        now = self._clock.now = max(self._clock.now, handle.end)
+        while self._moving and self._moving[0][0] <= now:
+            handle.result.moves_done.append(self._moving.popleft()[1])
         return handle.result
+
+    def _verify(self, plan: StepPlan, result: StepResult, drafts: DraftModel) -> None:
+        """Accept drafts at random, and propose some."""
+        if plan.num_drafts:
+            rates = np.zeros(int(plan.widths.max()))
+            rates[: len(drafts.rates)] = drafts.rates[: len(rates)]
+            is_right = self._chance.random((len(plan.samples), len(rates))) < rates
+            is_right &= np.arange(len(rates)) < (plan.widths - 1)[:, None]
+            result.counts = (1 + np.cumprod(is_right, axis=1).sum(1)).astype(np.int32)
+            result.tokens = np.full(int(result.counts.sum()), TOKEN, np.int32)
+        if plan.proposals:
+            result.drafts = [[TOKEN] * plan.proposals] * len(plan.sample_rows)
+
+    def _start_copies(self, plan: StepPlan, start: float) -> float:
+        """Start the plan's copies once it has; returns when they are done."""
+        if plan.moves is None or self._link is None:
+            return start
+        size, begin = self._link.block_bytes, max(start, self._link_free_at)
+        out, back = len(plan.moves.out) * size / self._link.out_rate, len(plan.moves.back) * size / self._link.back_rate
+        self._link_free_at = begin + max(out, back)
+        self._moving.append((self._link_free_at, MovesDone(plan.step, out, back)))
+        return self._link_free_at

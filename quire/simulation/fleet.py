@@ -16,18 +16,23 @@ from quire.config import EngineConfig
 from quire.engine.core import EngineCore
 from quire.errors import ValidationError
 from quire.kvcache.block_tables import BlockTables
+from quire.kvcache.offload.costs import Costs
+from quire.kvcache.offload.host_tier import HostTier
+from quire.kvcache.offload.manager import OffloadManager
 from quire.kvcache.prefix_cache import ContentKeys
 from quire.messages.outputs import StepOutputs
 from quire.messages.request import NewRequest
 from quire.messages.sampling import SamplingParams
+from quire.messages.speculation import DeviceDrafts
 from quire.router import OpenRequest, RoutedRequest, Router
 from quire.router.policies.base import make_routing_policy
+from quire.scheduler.drafting import Drafting
 from quire.scheduler.pacing import STREAM_STRETCH, Pacer
 from quire.scheduler.policies.registry import make_policy
 from quire.scheduler.prefix_groups import PrefixGroups
 from quire.scheduler.scheduler import Scheduler
 from quire.simulation.costs import CostModel
-from quire.simulation.device import TOKEN, SimulatedDevice, SimulatedStep, VirtualClock
+from quire.simulation.device import TOKEN, DraftModel, HostLink, SimulatedDevice, SimulatedStep, VirtualClock
 from quire.simulation.load import Conversation, OpenConversation
 from quire.simulation.measurements import SimulationResult
 
@@ -56,6 +61,14 @@ class FleetOptions:
     """(replica, second): it dies then, and its requests start again elsewhere."""
     restart_seconds: float = 30.0
     """A replica that died is back after so long."""
+    drafts: DraftModel | None = None
+    """Speculative decoding; None: none."""
+    tunes_drafts: bool = True
+    """Whether the scheduler chooses how many drafts pay; otherwise decodes verify all that there are."""
+    host_blocks: int = 0
+    """Blocks of host memory below the device's cache…"""
+    link: HostLink | None = None
+    """…and how fast they are moved; needed if there are some."""
 
 
 @dataclass
@@ -81,6 +94,7 @@ class SimulatedReplica:
     clock: VirtualClock
     core: EngineCore
     device: SimulatedDevice
+    tiers: OffloadManager | None = None
     open: dict[str, FleetRequest] = field(default_factory=dict)
     is_scheduled: bool = False
     """Whether its next step is among the events."""
@@ -107,6 +121,8 @@ class Fleet:
             raise ValidationError(f"a fleet needs at least one replica, got {options.replicas}")
         if any(not 0 <= number < options.replicas for number, _ in options.kills):
             raise ValidationError(f"--kill names a replica that is not among the {options.replicas}")
+        if options.host_blocks and options.link is None:
+            raise ValidationError("host memory needs a link to it: how fast blocks are moved")
         self.costs = costs
         self.options = options
         self.rows = options.max_num_seqs or costs.max_num_seqs
@@ -143,6 +159,13 @@ class Fleet:
             self._clock.now, _, action = heapq.heappop(self._events)
             action()
         self.result.finish(self._clock.now, [replica.device.busy for replica in self.replicas])
+        for replica in self.replicas:
+            stats = replica.core.scheduler.stats
+            self.result.drafts += stats.drafts.tokens
+            self.result.accepted_drafts += stats.drafts.accepted
+            if (tiers := replica.tiers) is not None:
+                self.result.saved_blocks += tiers.saved
+                self.result.loaded_blocks += tiers.loaded
         return self.result
 
     def _at(self, time: float, action: Callable[[], None]) -> None:
@@ -155,10 +178,13 @@ class Fleet:
         clock = VirtualClock(self._clock.now)
         config = EngineConfig(model="simulation", scheduling_policy=options.scheduling_policy)
         tables = BlockTables(self.num_blocks + 1, costs.block_size, options.prefix_caching)
+        tiers = self._make_tiers(tables)
         scheduler = Scheduler(
             tables, make_policy(config.scheduling_policy, config), self._keys, self.rows, self.budget, clock=clock,
             groups=PrefixGroups(costs.block_size),
             pacer=Pacer(options.max_step_stretch) if math.isfinite(options.max_step_stretch) else None,
+            tiers=tiers, drafting=self._make_drafting(),
+            microbatches=None if costs.stages == 1 else costs.pipeline_depth + 1,
         )  # fmt: skip
 
         def note(step: SimulatedStep) -> None:
@@ -166,10 +192,24 @@ class Fleet:
             if self._on_step is not None:
                 self._on_step(number, step)
 
-        device = SimulatedDevice(costs, self.rows, clock, note)
+        device = SimulatedDevice(costs, self.rows, clock, note, options.drafts, options.link)
         core = EngineCore(scheduler, device, costs.pipeline_depth, log_stats=False)
         self._router.add(str(number), self.num_blocks, self.rows)
-        return SimulatedReplica(number, clock, core, device)
+        return SimulatedReplica(number, clock, core, device, tiers)
+
+    def _make_tiers(self, tables: BlockTables) -> OffloadManager | None:
+        link = self.options.link
+        if not self.options.host_blocks or link is None:
+            return None
+        return OffloadManager(
+            tables, HostTier(self.options.host_blocks), Costs(link.block_bytes, link.out_rate, link.back_rate)
+        )
+
+    def _make_drafting(self) -> Drafting | None:
+        drafts = self.options.drafts
+        if drafts is None:
+            return None
+        return Drafting(len(drafts.rates), device=DeviceDrafts(proposes=True), tunes=self.options.tunes_drafts)
 
     def _kill(self, number: int) -> None:
         """The replica dies now; its requests start over elsewhere."""
@@ -275,15 +315,15 @@ class Fleet:
         for started in outputs.started:
             result.cached_tokens += started.num_cached
         result.preemptions += len(outputs.preempted)
-        for key, _ in outputs.keys:
-            request = requests[key]
+        for i, (key, _) in enumerate(outputs.keys):
+            request, count = requests[key], 1 if outputs.counts is None else outputs.counts[i]
             if request.generated:
                 result.gaps.add(now - request.last)
             else:
                 request.first = now
                 assert request.opened is not None
                 self._router.progress(request.opened, 1)
-            request.generated += 1
+            request.generated += count
             request.last = now
         if replica.steps % REPORT_STEPS == 0 and self.options.replicas > 1:
             for request in requests.values():

@@ -57,12 +57,18 @@ class SimulationResult:
         """Between the tokens of a request."""
         self.completed = self.failed = self.retried = self.preemptions = self.deaths = 0
         self.input_tokens = self.cached_tokens = self.output_tokens = 0
+        self.drafts = self.accepted_drafts = 0
+        """Verified, and accepted, by the engines that are alive at the end."""
+        self.saved_blocks = self.loaded_blocks = 0
+        """Blocks moved to host memory, and back."""
         self.steps = 0
         self.step_tokens = 0
         self.duration = 0.0
         self.busy: list[float] = []
         """Seconds that each device computed."""
         self._ttft, self._tpot, self._e2el = array("d"), array("d"), array("d")
+        self.spans = array("d")
+        """Of each request that ended well: arrival, first and last token, and the number of tokens."""
         self.tenants: Counter[str] = Counter()
         """Output tokens."""
 
@@ -94,6 +100,7 @@ class SimulationResult:
         self._ttft.append(first - arrival)
         self._tpot.append((last - first) / (output - 1) if output > 1 else math.nan)
         self._e2el.append(last - arrival)
+        self.spans.extend((arrival, first, last, output))
 
     def finish(self, now: float, busy: Sequence[float]) -> None:
         """The run is over."""
@@ -105,15 +112,21 @@ class SimulationResult:
         """In seconds."""
         if metric == "itl":
             return self.gaps.percentile(percent)
-        values = sorted(value for value in self._values(metric) if not math.isnan(value))
+        values = sorted(self.values(metric))
         return values[max(0, math.ceil(percent / 100 * len(values)) - 1)] if values else 0.0
 
     def mean(self, metric: str) -> float:
         """In seconds."""
         if metric == "itl":
             return self.gaps.mean
-        values = [value for value in self._values(metric) if not math.isnan(value)]
+        values = self.values(metric)
         return math.fsum(values) / len(values) if values else 0.0
+
+    def values(self, metric: str) -> list[float]:
+        """In seconds, of all requests; for `itl` a thousand values with the same distribution."""
+        if metric == "itl":
+            return [self.gaps.percentile(percent / 10) for percent in range(1, 1001)] if self.gaps.count else []
+        return [value for value in self._values(metric) if not math.isnan(value)]
 
     def _values(self, metric: str) -> array[float]:
         return {"ttft": self._ttft, "tpot": self._tpot, "e2el": self._e2el}[metric]
@@ -149,6 +162,10 @@ class SimulationResult:
             "output_throughput": self.per_second(self.output_tokens),
             "total_token_throughput": self.per_second(self.input_tokens + self.output_tokens),
             "preemptions": self.preemptions,
+            "drafts": self.drafts,
+            "accepted_drafts": self.accepted_drafts,
+            "saved_blocks": self.saved_blocks,
+            "loaded_blocks": self.loaded_blocks,
             "steps": self.steps,
             "tokens_per_step": self.step_tokens / self.steps if self.steps else 0.0,
             "utilization": self.utilization,
