@@ -29,6 +29,7 @@ _EXPORTS = {
     "CompletionOutput": "quire.messages.outputs",
     "Logprob": "quire.messages.outputs",
     "BeamSearchParams": "quire.messages.beams",
+    "LoRARequest": "quire.messages.lora",
     "BeamSearchOutput": "quire.messages.outputs",
     "BeamSearchSequence": "quire.messages.outputs",
     "PoolingParams": "quire.messages.pooling",
@@ -60,6 +61,7 @@ if TYPE_CHECKING:
     from quire.engine_args import EngineArgs as EngineArgs
     from quire.engine_args import FlexibleArgumentParser as FlexibleArgumentParser
     from quire.messages.beams import BeamSearchParams as BeamSearchParams
+    from quire.messages.lora import LoRARequest as LoRARequest
     from quire.messages.outputs import BeamSearchOutput as BeamSearchOutput
     from quire.messages.outputs import BeamSearchSequence as BeamSearchSequence
     from quire.messages.outputs import CompletionOutput as CompletionOutput

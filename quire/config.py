@@ -19,7 +19,7 @@ KV_CACHE_DTYPES = (
     *("fp8", "fp8_e4m3", "fp8_per_token_head", "int8_per_token_head"),
 )
 LOAD_FORMATS = ("auto", "safetensors", "pt", "gguf", "dummy")
-CPU_WEIGHTS = ("dense", "packed")
+CPU_WEIGHTS = ("auto", "dense", "packed")
 MODEL_IMPLS = ("auto", "quire", "vllm", "transformers")
 
 
@@ -69,12 +69,19 @@ class EngineConfig:
         "model",
     )
     cpu_weights: str = option(
-        "dense",
-        "On a CPU, the matrices of a GGUF file. dense: dequantized while loading; packed: kept in the file's few bits, "
-        "and multiplied with activations rounded to 8 bits: faster, in a fifth of the memory, with other tokens where "
-        "two are close",
+        "auto",
+        "On a CPU, matrices in few bits (GGUF, AWQ, GPTQ, compressed-tensors, BitNet). packed: kept in few bits and "
+        "multiplied with activations rounded to 8 bits: faster, in a fifth of the memory, with other tokens where two "
+        "are close; dense: a GGUF file is dequantized while loading, others at every product; auto: packed where "
+        "there are kernels for the file and the machine",
         "model",
         choices=CPU_WEIGHTS,
+    )
+    weight_cache: str | None = option(
+        None,
+        "On a CPU, a folder where weights are kept as they lie in memory: later starts map the file instead of "
+        "loading the checkpoint, and processes that do share its memory; unset: not kept. One rank, without drafts",
+        "model",
     )
     weight_copy_share: float = option(
         0.2,
@@ -269,6 +276,20 @@ class EngineConfig:
     enable_chunked_prefill: bool = option(
         True, "Split long prompts into chunks that share steps with decodes", "scheduling"
     )
+    encoder_cache_tokens: int = option(
+        16384,
+        "Embeddings of images and videos (and of prompt_embeds) that are kept on the device; a larger image is refused",
+        "scheduling",
+    )
+    vision: str = option(
+        "on",
+        "The encoder of a model that takes images: on, lazy (its weights are read when the first image comes) or off",
+        "model",
+        choices=("on", "lazy", "off"),
+    )
+    enable_prompt_embeds: bool = option(
+        False, "Take prompts as embeddings: they are not checked against anything but their shape", "model"
+    )
     prefix_group_attention: bool = option(
         True, "On a GPU, read the KV of a prefix shared by many running requests once for all of them", "scheduling"
     )
@@ -324,6 +345,79 @@ class EngineConfig:
         "scheduling",
     )
 
+    limit_mm_per_prompt: Mapping[str, Any] | None = option(
+        None,
+        'Most images and videos of one prompt, as {"image": 4, "video": 0}; unset: 64 images and 8 videos (JSON)',
+        "images",
+    )
+    mm_processor_kwargs: Mapping[str, Any] | None = option(
+        None, 'Settings of the model\'s image processor, as {"max_pixels": 1003520} (JSON)', "images"
+    )
+    allowed_media_hosts: tuple[str, ...] = option(
+        (),
+        "Hosts that images and videos may be fetched from by https, as images.example.com; *.example.com: every host "
+        "below it; *: any host with a public address; unset: no URL is fetched",
+        "images",
+        many=True,
+    )
+    allowed_local_media_path: str | None = option(
+        None, "Folder whose files requests may name as file:// URLs or paths; unset: none", "images"
+    )
+    max_image_pixels: int = option(
+        50_000_000,
+        "Most pixels of an image, or of a frame of a video; all of one request may have four times as many. Checked "
+        "before decoding",
+        "images",
+    )
+    max_image_bytes: int = option(20 * 2**20, "Longest image or video file in bytes, sent or fetched", "images")
+    max_video_frames: int = option(256, "Most frames of a video", "images")
+    max_decode_bytes: int = option(
+        2**30, "Memory in bytes for images that are decoded at the same time; others wait for it", "images"
+    )
+    media_timeout: float = option(10.0, "Seconds that fetching one image may take, redirects included", "images")
+    report_energy: bool = option(
+        False,
+        "Meter energy: joules of each request in usage, of the server in /metrics. docs/energy.md says how",
+        "energy",
+    )
+    energy_meter: str = option(
+        "auto",
+        "What measures energy: rapl (processors and memory), nvml (GPUs), estimate (CPU time times watts_per_core), "
+        "several joined by +, or a dotted path. auto: nvml or rapl by device, else estimate; own: the same without "
+        "rapl, which counts other programs too",
+        "energy",
+    )
+    watts_per_core: float = option(6.0, "With the estimate: watts of a busy core", "energy")
+    power_budget: float | None = option(
+        None, "Most watts on average: steps are held back, at most 1 s each; several engines have equal shares",
+        "energy",
+    )  # fmt: skip
+    energy_policy: str | None = option(
+        None,
+        "performance: no step waits; balanced, saver: steps wait for more requests to share them, first tokens at most "
+        "0.02 s or 0.2 s later; or a dotted path. unset: performance, and saver on battery",
+        "energy",
+    )
+    allow_gpu_power_control: bool = option(
+        False,
+        "Let power_budget lower the GPUs' power limits, and saver their clocks, where the driver permits it; put back "
+        "at the end",
+        "energy",
+    )
+    enable_lora: bool = option(False, "Serve LoRA adapters beside the model: requests may name one", "adapters")
+    max_loras: int = option(
+        8,
+        "With enable_lora: adapters on the device at once; a step may mix them, others wait in host memory",
+        "adapters",
+    )
+    max_lora_rank: int = option(16, "With enable_lora: largest rank of an adapter", "adapters")
+    max_cpu_loras: int | None = option(
+        None, "With enable_lora: adapters kept in host memory; at least max_loras. unset: twice max_loras", "adapters"
+    )
+    lora_dtype: str = option(
+        "auto", "With enable_lora: data type of adapters; auto: that of activations", "adapters", choices=DTYPES
+    )
+
     disable_log_stats: bool = option(False, "Do not log statistics every ten seconds", "logging")
     record: str | None = option(
         None,
@@ -341,6 +435,8 @@ class EngineConfig:
                 raise ConfigError(f"{field.name} must be one of {', '.join(choices)}; got {value!r}", field.name, value)
         for name in ("logits_processors", "ray_env"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
+        hosts = self.allowed_media_hosts
+        object.__setattr__(self, "allowed_media_hosts", (hosts,) if isinstance(hosts, str) else tuple(hosts or ()))
         config_checks.check(self)
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,9 @@ from quire.errors import ConfigError
 if TYPE_CHECKING:
     from quire.config import EngineConfig
 
+PILLOW_PIXELS = 178_956_970
+"""Pillow refuses images of more."""
+MAX_LORA_RANK = 512
 MAX_PIPELINE_DEPTH = 4
 """Most steps in flight besides the one being collected: with more, finished requests are only noticed later."""
 
@@ -29,6 +33,33 @@ def check(config: EngineConfig) -> None:
     _check_invariant(config)
     _check_tenants(config)
     _check_speculation(config)
+    _check_media(config)
+    _check_energy(config)
+    _check_adapters(config)
+
+
+def _check_adapters(config: EngineConfig) -> None:
+    _check_integer(config, "max_loras", 1)
+    _check_integer(config, "max_lora_rank", 1)
+    if config.max_lora_rank > MAX_LORA_RANK:
+        raise ConfigError(
+            f"max_lora_rank must be at most {MAX_LORA_RANK}, got {config.max_lora_rank}",
+            "max_lora_rank",
+            config.max_lora_rank,
+        )
+    if config.max_cpu_loras is not None:
+        _check_integer(config, "max_cpu_loras", config.max_loras)
+    if config.enable_lora and config.batch_invariant:
+        raise ConfigError(
+            "batch_invariant with enable_lora is not implemented: use one of them", "batch_invariant", True
+        )
+    if config.enable_lora and config.steps_together:
+        raise ConfigError(
+            "enable_lora with experts that are spread over replicas (enable_expert_parallel with data_parallel_size > "
+            "1) is not implemented",
+            "enable_lora",
+            True,
+        )
 
 
 def _check_counts(config: EngineConfig) -> None:
@@ -38,6 +69,7 @@ def _check_counts(config: EngineConfig) -> None:
         ("threads", 0),
         ("step_timeout", 0), ("grammar_timeout", 1), ("max_tenant_grammars", 1), ("ray_placement_timeout", 0),
         ("max_tenant_sessions", 0), ("max_tenant_session_tokens", 0), ("max_tenant_session_bytes", 0),
+        ("max_image_pixels", 1), ("max_image_bytes", 1), ("max_video_frames", 1), ("max_decode_bytes", 1),
     ):  # fmt: skip
         if getattr(config, name) is not None:
             _check_integer(config, name, least)
@@ -52,6 +84,12 @@ def _check_integer(config: EngineConfig, name: str, least: int) -> None:
 
 
 def _check_shares(config: EngineConfig) -> None:
+    if config.encoder_cache_tokens < 1:
+        raise ConfigError(
+            f"encoder_cache_tokens must be at least 1, got {config.encoder_cache_tokens}",
+            "encoder_cache_tokens",
+            config.encoder_cache_tokens,
+        )
     if not 0 <= config.weight_copy_share <= 1:
         raise ConfigError(
             f"weight_copy_share must be between 0 and 1, got {config.weight_copy_share}",
@@ -248,6 +286,42 @@ def _check_tenants(config: EngineConfig) -> None:
             _check_tenant_value(name, tenant, value)
 
 
+def _check_energy(config: EngineConfig) -> None:
+    for name in ("watts_per_core", "power_budget"):
+        value = getattr(config, name)
+        if value is None:
+            continue
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < math.inf:
+            raise ConfigError(f"{name} must be a number of watts above 0, got {value!r}", name, value)
+    is_used = config.report_energy or config.power_budget is not None or config.energy_policy is not None
+    if config.allow_gpu_power_control and config.power_budget is None and config.energy_policy is None:
+        raise ConfigError(
+            "allow_gpu_power_control needs power_budget or energy_policy, which say what to lower",
+            "allow_gpu_power_control",
+            True,
+        )
+    if is_used and config.distributed_executor_backend == "ray":
+        raise ConfigError(
+            "energy is metered on the engine's machine, but distributed_executor_backend is 'ray': use 'mp'",
+            "report_energy",
+            config.report_energy,
+        )
+    if is_used and config.steps_together and (config.power_budget is not None or config.energy_policy is not None):
+        raise ConfigError(
+            "power_budget and energy_policy hold back one engine's steps, but replicas that share experts step "
+            "together: unset enable_expert_parallel, or these",
+            "power_budget",
+            config.power_budget,
+        )
+    if config.data_parallel_size > 1 and "rapl" in config.energy_meter.split("+"):
+        raise ConfigError(
+            f"energy_meter 'rapl' counts the whole machine, but data_parallel_size is {config.data_parallel_size}: "
+            "each engine would count the others' energy too. Use 'own'",
+            "energy_meter",
+            config.energy_meter,
+        )
+
+
 def _check_speculation(config: EngineConfig) -> None:
     speculation = config.speculation
     if speculation is None:
@@ -274,4 +348,39 @@ def _check_tenant_value(name: str, tenant: str, value: object) -> None:
             f"got {value!r}",
             name,
             value,
+        )
+
+
+def _check_media(config: EngineConfig) -> None:
+    if config.max_image_pixels > PILLOW_PIXELS:
+        raise ConfigError(
+            f"max_image_pixels is at most {PILLOW_PIXELS}, which Pillow itself allows; got {config.max_image_pixels}",
+            "max_image_pixels",
+            config.max_image_pixels,
+        )
+    for kind, value in (config.limit_mm_per_prompt or {}).items():
+        count = value.get("count") if isinstance(value, Mapping) else value
+        is_count = isinstance(count, int) and not isinstance(count, bool) and count >= 0
+        if kind not in ("image", "video", "audio") or not is_count:
+            raise ConfigError(
+                f'limit_mm_per_prompt is an object such as {{"image": 4, "video": 0}}, with counts of at least 0; got '
+                f"{kind}: {value!r}",
+                "limit_mm_per_prompt",
+                value,
+            )
+    seconds = config.media_timeout
+    if not isinstance(seconds, (int, float)) or isinstance(seconds, bool) or not 0 < seconds < math.inf:
+        raise ConfigError(f"media_timeout must be a number of seconds, got {seconds!r}", "media_timeout", seconds)
+    for host in config.allowed_media_hosts:
+        if not isinstance(host, str) or not host or "/" in host or "@" in host:
+            raise ConfigError(
+                f"allowed_media_hosts holds {host!r}; a host is a name as images.example.com, *.example.com or *",
+                "allowed_media_hosts",
+                host,
+            )
+    if config.allowed_local_media_path and not os.path.isdir(config.allowed_local_media_path):
+        raise ConfigError(
+            f"allowed_local_media_path is {config.allowed_local_media_path!r}, which is not a folder",
+            "allowed_local_media_path",
+            config.allowed_local_media_path,
         )

@@ -37,6 +37,16 @@ class UnknownSettingError(ConfigError, TypeError):
     """There is no engine setting with this name."""
 
 
+class MediaError(ValidationError):
+    """An image or video cannot be fetched or decoded, or exceeds a limit. `reason` is a word for metrics."""
+
+    def __init__(
+        self, message: str, parameter: str | None = None, value: Any = None, *, reason: str = "invalid"
+    ) -> None:
+        super().__init__(message, parameter, value)
+        self.reason = reason
+
+
 class ModelNotFoundError(QuireError, ValueError):
     """The name is not a folder, a file, an alias or a reachable Hub id."""
 
@@ -47,6 +57,14 @@ class UnsupportedModelError(QuireError, ValueError):
 
 class CheckpointError(QuireError, ValueError):
     """A weight file is missing, damaged, or lacks tensors the model needs."""
+
+
+class AdapterError(QuireError, ValueError):
+    """A LoRA adapter is damaged, malicious, for another base model, or of a kind that is not implemented."""
+
+
+class AdapterNotFoundError(AdapterError):
+    """There is no adapter with this name, or its folder does not exist."""
 
 
 class CacheTooSmallError(QuireError, ValueError):

@@ -71,6 +71,31 @@ def as_resource_error(error: BaseException) -> OutOfResourcesError | None:
     return OutOfResourcesError(reason)
 
 
+def out_of_memory_reason(error: BaseException) -> str:
+    """One line for an error at start that means too little memory; empty: it means something else."""
+    text = str(error).splitlines()[0] if str(error) else type(error).__name__
+    is_mapping = isinstance(error, (ImportError, OSError)) and (
+        "failed to map segment" in text or "annot allocate memory" in text
+    )
+    if not is_mapping and not isinstance(error, MemoryError) and "can't allocate memory" not in text:
+        return ""
+    limit = _memory_limit()
+    return (
+        f"there is too little memory to start{limit} ({text}): allow more (ulimit -v, the container's limit), or use a "
+        "smaller model"
+    )
+
+
+def _memory_limit() -> str:
+    with contextlib.suppress(ImportError, OSError, ValueError):
+        import resource
+
+        most = resource.getrlimit(resource.RLIMIT_AS)[0]
+        if most != resource.RLIM_INFINITY:
+            return f", ulimit -v allows {most / 2**30:.2f} GiB"
+    return ""
+
+
 def log_cause(reason: str) -> None:
     """Log why requests are refused, not more than once in LOG_SECONDS."""
     now, kind = time.monotonic(), reason.partition(":")[0]

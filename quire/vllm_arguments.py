@@ -98,8 +98,7 @@ def _table(*parts: ForeignArgument | Iterator[ForeignArgument]) -> dict[str, For
     return table
 
 
-_ADAPTERS = "quire has no adapters (LoRA); merge the adapter into the model's weights"
-_IMAGES = "quire takes no images, audio or video"
+_PROMPT_ADAPTERS = "quire has LoRA adapters (enable_lora), and no prompt adapters"
 _OLD_SPECULATION = 'use speculative_config, as {"method": "ngram", "num_speculative_tokens": 5}'
 _NODES = "a server of quire runs on one machine, or over a Ray cluster (distributed_executor_backend ray)"
 _GRAMMARS = ("auto", "xgrammar", "guidance", "outlines", "lm-format-enforcer")
@@ -143,7 +142,6 @@ ENGINE = _table(
     _off("return_sampling_mask enable_return_routed_experts enable_trace_replay", "quire does not report that"),
     _unset("aux_output_config watermark_config engram_config", "quire has no such thing"),
     _unset("diffusion_config", "quire generates token by token", diffusion_config="-dc"),
-    _off("enable_prompt_embeds", "send prompts as text or token ids"),
     # Kernels, graphs, compiling: speed only.
     _any("compilation_config", compilation_config="-cc"),
     _any("attention_config", attention_config="-ac"),
@@ -197,7 +195,7 @@ ENGINE = _table(
     _only("kv_offloading_backend", "native", instead="use swap_space and kv_disk"),
     _unset("kv_transfer_config", "use swap_space and kv_disk; KV does not move between servers"),
     _keys("kv_events_config", "quire publishes no cache events", enable_kv_cache_events=(False,), publisher=("null",)),
-    _unset("ec_transfer_config ec_manager_config", _IMAGES),
+    _unset("ec_transfer_config ec_manager_config", "images are encoded by the engine that uses them"),
     _only("cpu_offload_gb", 0, instead="weights stay on the device: use quantization or tensor_parallel_size"),
     _only("offload_group_size", 0, instead="weights stay on the device: use quantization or tensor_parallel_size"),
     _any("offload_backend offload_num_in_group offload_prefetch_step"),
@@ -222,24 +220,23 @@ ENGINE = _table(
     _any("speculative_disable_mqa_scorer disable_logprobs_during_spec_decoding", "switch"),
     _any("typical_acceptance_sampler_posterior_threshold typical_acceptance_sampler_posterior_alpha"),
     # Adapters.
-    _off("enable_lora enable_prompt_adapter", _ADAPTERS),
-    _unset("default_mm_loras", _ADAPTERS),
-    _any("max_loras max_lora_rank lora_dtype max_cpu_loras lora_extra_vocab_size max_lora_cls_labels"),
+    _off("enable_prompt_adapter", _PROMPT_ADAPTERS),
+    _unset("default_mm_loras", "name the adapter in each request"),
+    _any("lora_extra_vocab_size max_lora_cls_labels"),
     _any("max_prompt_adapters max_prompt_adapter_token"),
     _any("long_lora_scaling_factors lora_target_modules", "list"),
     _any("fully_sharded_loras enable_lora_bias enable_tower_connector_lora specialize_active_lora", "switch"),
     _any("enable_mixed_moe_lora_format enable_moe_shared_loras", "switch"),
-    # Images, audio, video: limits and caches have no effect; what would let more in is refused.
-    _any("limit_mm_per_prompt mm_processor_cache_gb mm_processor_cache_type mm_hasher_algorithm mm_encoder_tp_mode"),
+    # Images, audio, video: caches and kernels have no effect; what would let more in is refused.
+    _any("mm_processor_cache_gb mm_processor_cache_type mm_hasher_algorithm mm_encoder_tp_mode"),
     _any("mm_shm_cache_max_object_size_mb mm_encoder_attn_backend mm_encoder_attn_dtype mm_encoder_fp8_scale_path"),
     _any("mm_encoder_fp8_scale_save_path mm_encoder_fp8_scale_save_margin video_pruning_rate video_pruning_method"),
     _any("mm_tensor_ipc mm_processor_device mm_ipc_gpu_memory_gb"),
-    _any("allowed_media_domains", "list"),
     _any("language_model_only interleave_mm_strings skip_mm_profiling disable_chunked_mm_input", "switch"),
     _any("mm_device_do_normalize enable_mm_processor_stats disable_mm_preprocessor_cache", "switch"),
     _any("enable_multimodal_encoder_data_parallel", "switch"),
-    _unset("mm_processor_kwargs media_io_kwargs allowed_local_media_path", _IMAGES),
-    _off("mm_encoder_only enable_mm_embeds", _IMAGES),
+    _unset("media_io_kwargs", "a video is a list of its frames, or an animation"),
+    _off("mm_encoder_only enable_mm_embeds", "give images, which the engine encodes"),
     # Sleeping, training, profiling.
     _off("enable_sleep_mode", "quire cannot give its device memory back and keep running"),
     _any("sleep_mode_backend"),
@@ -270,7 +267,7 @@ SERVER = _table(
     _only("response_role", "assistant", instead="answers have the role assistant"),
     _any("enable_prompt_tokens_details enable_server_load_tracking enable_log_deltas log_error_stack", "switch"),
     _any("enable_offline_docs disable_frontend_multiprocessing expand_tools_even_if_tool_choice_none", "switch"),
-    _any("enable_tokenizer_info_endpoint cohere_is_reasoning_model trust_request_mm_kwargs", "switch"),
+    _any("enable_tokenizer_info_endpoint cohere_is_reasoning_model", "switch"),
     _any("enable_flash_late_interaction use_gpu_for_pooling_score", "switch"),
     _any("h11_max_incomplete_event_size h11_max_header_count uvicorn_log_level disable_access_log_for_endpoints"),
     _any("cohere_format anthropic_disabled_thinking_effort data_parallel_supervisor_port"),
@@ -288,7 +285,7 @@ SERVER = _table(
     _only("fingerprint_mode", "full", "hash", "none", instead="quire sends no system_fingerprint"),
     _unset("fingerprint_value", "quire sends no system_fingerprint"),
     _only("sse_keep_alive_interval", 0, instead="quire sends nothing while a stream is idle"),
-    _unset("lora_modules prompt_adapters", _ADAPTERS, "list"),
+    _unset("prompt_adapters", _PROMPT_ADAPTERS, "list"),
 )
 """Flags of `quire serve`."""
 
@@ -299,9 +296,8 @@ BATCH = _table(
 """Flags of `quire run-batch`."""
 
 CALL = _table(
-    _unset("lora_request", _ADAPTERS),
     _unset("tokenization_kwargs", "give prompt_token_ids"),
-    _unset("mm_processor_kwargs", _IMAGES),
+    _unset("mm_processor_kwargs", "give it in the prompt, beside multi_modal_data"),
     _only("chat_template_content_format", "auto", "string", "openai"),
     _any("trace_headers"),
     _unset("data_parallel_rank", "the engines' router chooses one (routing_policy)"),
@@ -310,8 +306,7 @@ CALL = _table(
 """Arguments of `generate`, `chat` and the like."""
 
 PROMPT = _table(
-    _unset("multi_modal_data multi_modal_uuids mm_processor_kwargs", _IMAGES),
-    _unset("prompt_embeds token_type_ids", "give text or token ids"),
+    _unset("token_type_ids", "give text or token ids"),
     _unset("encoder_prompt decoder_prompt", "quire has no encoder-decoder models"),
 )
 """Keys of a prompt that is a dict."""
@@ -322,7 +317,6 @@ SAMPLING = _table(
     _only("best_of", 1, instead="give n, and choose among the sequences"),
     _unset("logits_processors", "give them to `LLM(logits_processors=...)`, and their parameters as extra_args"),
     _unset("guided_decoding", "use structured_outputs"),
-    _unset("logprob_token_ids", "use logprobs"),
     _unset("thinking_token_budget", "use max_tokens"),
     _unset("repetition_detection", "use repetition_penalty"),
     _unset("trace_decode_token_ids", "quire does not report that"),
@@ -352,14 +346,14 @@ METHODS = {
          "finish_weight_update", "update_weight_version", "get_weight_version"),
         "weights are fixed while an engine runs",
     ),
-    **dict.fromkeys(("add_lora", "remove_lora", "list_loras", "pin_lora"), _ADAPTERS),
     **dict.fromkeys(("pause_generation", "resume_generation", "is_paused"), "abort requests, and send them again"),
     "set_tokenizer": "give the tokenizer to the constructor",
-    "reset_mm_cache": _IMAGES,
+    "reset_mm_cache": "images are cached by their content, and cannot be stale",
 }  # fmt: skip
 """Methods of vLLM's engines that quire's lack, and why."""
 
 RENAMED = {
+    "allowed_media_domains": "allowed_media_hosts",
     "device_memory_utilization": "gpu_memory_utilization",
     "kv_offloading_size": "swap_space",
 }

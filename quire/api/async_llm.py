@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import os
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from functools import cached_property
 from types import TracebackType
 from typing import Any
 
+from quire.api.adapters import AdapterCatalog, LoRAChoice
 from quire.api.async_sessions import AsyncSessions, SessionTurn, Turn
 from quire.api.chat import ChatRenderer
 from quire.api.compat import check_call, engine_arguments, no_such_method
@@ -19,6 +21,7 @@ from quire.api.inputs import AnyParams, InputProcessor, PromptType, check_params
 from quire.api.output_stream import OutputStream
 from quire.api.relay import Relay
 from quire.api.replica import Replica
+from quire.api.session_media import SessionItems
 from quire.api.work_pool import WorkPool
 from quire.config import EngineConfig
 from quire.engine import ipc
@@ -30,8 +33,10 @@ from quire.loading.files import ModelFiles
 from quire.loading.hub import find_model
 from quire.loading.model_config import ModelConfig, read_generation_config, read_model_config
 from quire.loading.tokenizer import tokenizer_of
+from quire.messages.adapter_use import AdapterUse
 from quire.messages.beams import BeamSearchParams
 from quire.messages.experts import Rebalanced
+from quire.messages.lora import LoRARequest
 from quire.messages.memory_map import MemoryMap
 from quire.messages.outputs import BeamSearchOutput, PoolingRequestOutput, RequestOutput
 from quire.messages.pooling import PoolingParams
@@ -44,6 +49,8 @@ from quire.sessions.log import session_key
 
 LONG_PROMPT = 4096
 """Characters, or token ids: a prompt this long is prepared in a thread, so that the event loop is not blocked."""
+MEDIA_THREADS = 8
+"""Of one tenant, at most; most of them wait for other servers, or for memory."""
 WORK_SECONDS = 1.0
 """How long a shutdown waits for such threads."""
 
@@ -98,6 +105,8 @@ class AsyncLLM:
         self.inputs = InputProcessor(
             config, self.info, tokenizer, generation, computes_keys=config.enable_prefix_caching
         )
+        self.adapters = AdapterCatalog(config, model)
+        """LoRA adapters by name."""
         self._group.on_ready = lambda: self.inputs.use(self.info)  # a restarted engine may have another cache size
         if tokenizer is not None:
             self._outputs.vocabulary = Vocabulary(tokenizer)
@@ -107,6 +116,10 @@ class AsyncLLM:
         self._numbers = itertools.count()
         self.work = WorkPool()
         """Threads for long prompts, so that the event loop is not blocked."""
+        self.media_work = WorkPool(MEDIA_THREADS)
+        """Threads for prompts with images, which are fetched and decoded there."""
+        self.session_items = SessionItems()
+        """Pixels of the images of sessions."""
         self.is_shut = False
         """Whether it has been shut down for good."""
 
@@ -122,6 +135,7 @@ class AsyncLLM:
         tenant: str = "",
         session: str | None = None,
         session_id: str | None = None,
+        lora_request: LoRAChoice = None,
         **vllm_arguments: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Outputs of one request as they come. Each holds everything so far, or with `output_kind=DELTA` only what is
@@ -130,11 +144,15 @@ class AsyncLLM:
         `session` (or `session_id`) names a session whose whole content is the prompt: the session is created, or
         replaced by the prompt, and the output is appended to it. A common prefix with its old content is not
         recomputed.
+
+        `lora_request`: the adapter, or several whose changes add up, each with its weight.
         """
         check_call(vllm_arguments, "generate")
+        adapters = await self.adapters_of(lora_request)
         name = session if session_id is None else session_id
         turn = None if name is None else SessionTurn(session_key(tenant, name), rewrites=True)
-        async with aclosing(self.run(prompt, sampling_params, request_id, priority, tenant, turn)) as outputs:
+        outputs = self.run(prompt, sampling_params, request_id, priority, tenant, turn, adapters=adapters)
+        async with aclosing(outputs):
             async for output in outputs:
                 yield output
 
@@ -148,11 +166,14 @@ class AsyncLLM:
         turn: Turn | None = None,
         shares_id: bool = False,
         sink: TextSink | None = None,
+        adapters: Sequence[AdapterUse] = (),
     ) -> AsyncGenerator[RequestOutput, None]:
-        """As `generate`. `turn`: set if the request is a session's turn. `shares_id` and `sink`: as for `submit`."""
+        """As `generate`. `turn`: set if the request is a session's turn. The rest: as for `submit`."""
         if isinstance(sampling_params, PoolingParams):
             check_params(sampling_params, SamplingParams, "sampling_params", ": `encode` returns embeddings")
-        stream = await self.submit(prompt, sampling_params, request_id, priority, tenant, turn, shares_id, sink)
+        stream = await self.submit(
+            prompt, sampling_params, request_id, priority, tenant, turn, shares_id, sink, adapters
+        )
         written: list[int] = []
         is_kept = False
         try:
@@ -178,13 +199,15 @@ class AsyncLLM:
         *,
         priority: int = 0,
         tenant: str = "",
+        lora_request: LoRAChoice = None,
         **vllm_arguments: Any,
     ) -> AsyncGenerator[PoolingRequestOutput, None]:
         """The embedding of one prompt, as a single output. Leaving early, or being cancelled, aborts the request."""
         check_call(vllm_arguments, "encode")
         params = PoolingParams() if pooling_params is None else pooling_params
         check_params(params, PoolingParams, "pooling_params")
-        stream = await self.submit(prompt, params, request_id, priority, tenant)
+        adapters = await self.adapters_of(lora_request)
+        stream = await self.submit(prompt, params, request_id, priority, tenant, adapters=adapters)
         try:
             while not stream.is_finished:
                 yield await stream.take()
@@ -199,10 +222,12 @@ class AsyncLLM:
         *,
         priority: int = 0,
         tenant: str = "",
+        lora_request: LoRAChoice = None,
     ) -> BeamSearchOutput:
         """The likeliest continuations of one prompt, best first. Being cancelled aborts the search."""
         check_params(params, BeamSearchParams, "params")
-        stream = await self.submit(prompt, params, request_id, priority, tenant)
+        adapters = await self.adapters_of(lora_request)
+        stream = await self.submit(prompt, params, request_id, priority, tenant, adapters=adapters)
         try:
             found: BeamSearchOutput = await stream.take()
             return found
@@ -219,11 +244,12 @@ class AsyncLLM:
         turn: Turn | None = None,
         shares_id: bool = False,
         sink: TextSink | None = None,
+        adapters: Sequence[AdapterUse] = (),
     ) -> OutputStream:
         """Check a request and send it to an engine; its outputs are read from the stream, until `leave`. `shares_id`:
         other open requests may have the same id (an HTTP request with several prompts, or a client that repeats
         ids). `sink`: while the reader waits, it takes new text; only for deltas of one sequence without logprobs, and
-        not for turns."""
+        not for turns. `adapters`: LoRA adapters, whose changes add up."""
         self._group.check_hopeful()
         number = next(self._numbers)
         request_id = str(number) if request_id is None else request_id
@@ -235,9 +261,12 @@ class AsyncLLM:
         stream = self._streams[request_id] = OutputStream(request_id, key, sink)
         begun: Turn | None = None
         try:
-            make, arguments = self.inputs.make, (key, prompt, params, time.monotonic(), priority, tenant)
-            is_short = _prompt_size(prompt) < LONG_PROMPT
-            request, text = make(*arguments) if is_short else await self.work.run(make, *arguments, tenant=tenant)
+            make, arguments = self.inputs.make, (key, prompt, params, time.monotonic(), priority, tenant, adapters)
+            if _prompt_size(prompt) < LONG_PROMPT and not _has_media(prompt):
+                request, text = make(*arguments)
+            else:
+                pool = self.media_work if _has_media(prompt) else self.work
+                request, text = await pool.run(make, *arguments, tenant=tenant)
             if turn is not None:
                 await turn.begin(self, request)
                 begun = turn
@@ -269,6 +298,31 @@ class AsyncLLM:
                 stream.is_aborted = True
                 self._group.abort(stream)
 
+    # Adapters
+
+    async def adapters_of(self, choice: LoRAChoice) -> Sequence[AdapterUse]:
+        """The adapters of a request; those that are new here are read in a thread."""
+        return () if choice is None else await asyncio.to_thread(self.adapters.uses, choice)
+
+    async def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Check an adapter and list it under its name. Engines read it when a request needs it."""
+        await asyncio.to_thread(self.adapters.add, lora_request)
+        return True
+
+    async def remove_lora(self, lora_id: int | str) -> bool:
+        """Take an adapter off the list, by its number or name; its open requests go on."""
+        self.adapters.remove(lora_id)
+        return True
+
+    async def pin_lora(self, lora_id: int | str) -> bool:
+        """Keep an adapter on the device once it is there, by its number or name, unless no other can make room."""
+        self.adapters.pin(lora_id)
+        return True
+
+    async def list_loras(self) -> set[int]:
+        """The numbers of listed adapters."""
+        return {entry.number for entry in self.adapters}
+
     # Sessions
 
     @property
@@ -287,7 +341,9 @@ class AsyncLLM:
     @cached_property
     def renderer(self) -> ChatRenderer:
         """Renders conversations with the model's chat template."""
-        return ChatRenderer(self.inputs.tokenizer, self.config.chat_template)
+        return ChatRenderer(
+            self.inputs.tokenizer, self.config.chat_template, placeholders=self.inputs.media.placeholders
+        )
 
     # The engine
 
@@ -431,6 +487,7 @@ class AsyncLLM:
             self._group.shut()
             self._group.stop()
             self.work.close(WORK_SECONDS)
+            self.media_work.close(WORK_SECONDS)
 
     def __getattr__(self, name: str) -> Any:
         raise no_such_method(self, name)
@@ -445,6 +502,7 @@ class AsyncLLM:
             self.is_shut = True
             self._group.shut()
             self.work.close()
+            self.media_work.close()
             await self._group.recovery.close()
             await self._group.stop_in_thread()
 
@@ -459,3 +517,8 @@ def _prompt_size(prompt: Any) -> int:
         parts = (prompt.get("prompt_token_ids", prompt.get("prompt")), prompt.get("suffix"), prompt.get("prediction"))
         return sum(map(_prompt_size, parts))
     return len(prompt) if hasattr(prompt, "__len__") else 0
+
+
+def _has_media(prompt: Any) -> bool:
+    """Whether a prompt has images that must be decoded."""
+    return isinstance(prompt, Mapping) and bool(prompt.get("multi_modal_data"))

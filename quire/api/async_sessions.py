@@ -10,9 +10,12 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Union
 
+from quire.api.adapters import LoRAChoice
+from quire.api.chat_media import has_media
 from quire.api.output_stream import OutputStream
 from quire.api.session_input import (
     TAIL_TOKENS,
+    Addition,
     RenderText,
     SessionInput,
     SessionReader,
@@ -20,6 +23,7 @@ from quire.api.session_input import (
     check_turn,
     is_messages,
 )
+from quire.api.session_media import stored_media
 from quire.engine import session_calls as calls
 from quire.errors import (
     EngineDeadError,
@@ -28,6 +32,7 @@ from quire.errors import (
     SessionNotFoundError,
     ValidationError,
 )
+from quire.messages.media import MediaItem
 from quire.messages.outputs import RequestOutput
 from quire.messages.request import NewRequest
 from quire.messages.sampling import RequestOutputKind, SamplingParams, check_integer
@@ -57,13 +62,15 @@ class SessionTurn(NamedTuple):
     """Run once the request is checked, before it is queued…"""
     take_back: calls.SessionOp | None = None
     """…and its inverse, run if the turn does not finish."""
+    items: tuple[MediaItem, ...] = ()
+    """Images of the session, as far as their pixels are held."""
 
     async def begin(self, llm: AsyncLLM, request: NewRequest) -> None:
         """Make a checked request a turn of the session, and write what precedes it."""
         check_turn(request.params, rewrites=self.rewrites)  # before anything is written
         request.session = self.key
         if self.rewrites:
-            await llm.call_sessions(calls.RewriteSession(self.key, request.prompt, request.salt))
+            await llm.call_sessions(calls.RewriteSession(self.key, request.prompt, request.salt, stored_media(request)))
         elif self.append is not None:
             try:
                 await self._append(llm, request, self.append)
@@ -82,7 +89,9 @@ class SessionTurn(NamedTuple):
                 if (await llm.call_sessions(calls.ReadTokens(self.key))).tokens != request.prompt:
                     await llm.call_sessions(append)
             except SessionNotFoundError:  # it died with its engine; the prompt is its whole content
-                await llm.call_sessions(calls.RewriteSession(self.key, request.prompt, request.salt))
+                await llm.call_sessions(
+                    calls.RewriteSession(self.key, request.prompt, request.salt, stored_media(request))
+                )
 
     async def cut_at_stop(
         self, llm: AsyncLLM, stream: OutputStream, output: RequestOutput, written: Sequence[int]
@@ -99,7 +108,8 @@ class SessionTurn(NamedTuple):
             if not stream.engine.death:
                 raise
         if stream.engine.death:
-            await llm.call_sessions(calls.RewriteSession(self.key, [*request.prompt, *written], request.salt))
+            whole = [*request.prompt, *written]
+            await llm.call_sessions(calls.RewriteSession(self.key, whole, request.salt, stored_media(request)))
 
     def undo(self, llm: AsyncLLM) -> None:
         """Take back what the turn appended, without waiting for it."""
@@ -144,11 +154,15 @@ class BranchTurn:
         if self.source:
             try:
                 await llm.call_sessions(calls.ForkSession(self.source, self.key))
-                await llm.call_sessions(calls.RewriteSession(self.key, request.prompt, request.salt))
+                await llm.call_sessions(
+                    calls.RewriteSession(self.key, request.prompt, request.salt, stored_media(request))
+                )
                 return
             except (SessionNotFoundError, SessionLostError):
                 pass
-        await llm.call_sessions(calls.CreateSession(self.key, request.prompt, request.salt, self.ttl, {}, is_new=True))
+        media = stored_media(request)
+        op = calls.CreateSession(self.key, request.prompt, request.salt, self.ttl, {}, is_new=True, media=media)
+        await llm.call_sessions(op)
 
     async def cut_at_stop(
         self, llm: AsyncLLM, stream: OutputStream, output: RequestOutput, written: Sequence[int]
@@ -208,11 +222,14 @@ class AsyncSessions:
         if prompt is not None and messages is not None:
             raise ValidationError("a session starts with a prompt or with messages, not with both", "messages")
         session = self.handle(name, tools)
-        tokens: list[int] = []
+        added = Addition(0, [])
         if (begin := messages if prompt is None else prompt) is not None:
-            tokens = (await session.read(begin, [], 0, tools, chat_template_kwargs, first_render)).tokens
+            added = await session.read(begin, [], 0, tools, chat_template_kwargs, first_render)
         salt = self._llm.inputs.salt_of(self.tenant)
-        op = calls.CreateSession(session.key, tokens, salt, checked_ttl(ttl), checked_meta(meta or {}), is_new)
+        op = calls.CreateSession(
+            session.key, added.tokens, salt, checked_ttl(ttl), checked_meta(meta or {}), is_new,
+            stored_media(added.media),
+        )  # fmt: skip
         session.found = _info(await self._llm.call_sessions(op))
         return session
 
@@ -315,7 +332,8 @@ class AsyncSession:
         length = _info(answer).num_tokens
         addition = await self.read(given, answer.tokens or [], length, tools, chat_template_kwargs, first_render)
         self._tools = tools if tools is not None else self._tools
-        op = calls.AppendTokens(self.key, addition.tokens, addition.drop, length)
+        media = stored_media(addition.media)
+        op = calls.AppendTokens(self.key, addition.tokens, addition.drop, length, media)
         return _info(await self._llm.call_sessions(op))
 
     async def read(
@@ -326,12 +344,12 @@ class AsyncSession:
         tools: Sequence[Any] | None,
         chat_template_kwargs: Mapping[str, Any] | None,
         first_render: RenderText | None,
-    ) -> Any:
+    ) -> Addition:
         """The tokens to add to a session of `length` tokens that ends with `tail`."""
         inputs = self._llm.inputs
         reader = SessionReader(inputs, None if inputs.tokenizer is None else self._llm.renderer.render_text)
 
-        def read() -> Any:
+        def read() -> Addition:
             addition = reader.read(
                 given, tail, tools=tools, chat_template_kwargs=chat_template_kwargs, first_render=first_render
             )
@@ -339,7 +357,13 @@ class AsyncSession:
             return addition
 
         is_short = not is_messages(given) and len(given) < LONG_TEXT if hasattr(given, "__len__") else True
-        return read() if is_short else await self._llm.work.run(read, tenant=self._sessions.tenant)
+        if is_short:
+            return read()
+        pool = self._llm.media_work if is_messages(given) and has_media(given) else self._llm.work
+        addition = await pool.run(read, tenant=self._sessions.tenant)
+        if addition.media is not None:
+            self._llm.session_items.add(self.key, addition.media.items)
+        return addition
 
     async def generate(
         self,
@@ -348,11 +372,14 @@ class AsyncSession:
         tools: Sequence[Any] | None = None,
         request_id: str | None = None,
         priority: int = 0,
+        lora_request: LoRAChoice = None,
     ) -> RequestOutput:
-        """One turn: generate a continuation and append it. If it calls one of `tools`, the session is suspended."""
+        """One turn: generate a continuation and append it. If it calls one of `tools`, the session is suspended.
+        `lora_request`: the adapters of this turn."""
         params = (self._llm.get_default_sampling_params() if params is None else params).clone()
         params.output_kind = RequestOutputKind.FINAL_ONLY
-        async with aclosing(self.stream(params, tools=tools, request_id=request_id, priority=priority)) as outputs:
+        outputs = self.stream(params, tools=tools, request_id=request_id, priority=priority, lora_request=lora_request)
+        async with aclosing(outputs):
             async for output in outputs:
                 last = output
         return last
@@ -364,12 +391,16 @@ class AsyncSession:
         tools: Sequence[Any] | None = None,
         request_id: str | None = None,
         priority: int = 0,
+        lora_request: LoRAChoice = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """As `generate`, streamed. Leaving early aborts the turn, and the session is as it was before."""
         self._tools = tools if tools is not None else self._tools
         tokens = await self.tokens()
         self._llm.inputs.check_room(len(tokens), "session")
-        run = self._llm.run(tokens, params, request_id, priority, self._sessions.tenant, SessionTurn(self.key))
+        prompt = self._llm.inputs.session_prompt(tokens, self._llm.session_items.of(self.key))
+        adapters = await self._llm.adapters_of(lora_request)
+        turn = SessionTurn(self.key)
+        run = self._llm.run(prompt, params, request_id, priority, self._sessions.tenant, turn, adapters=adapters)
         async with aclosing(run) as outputs:
             async for output in outputs:
                 if output.finished and self._tools:
@@ -395,15 +426,16 @@ class AsyncSession:
         tokens, length = answer.tokens or [], _info(answer).num_tokens
         if given is None:
             self._llm.inputs.check_room(length, "session")
-            return tokens, SessionTurn(self.key)
+            return tokens, SessionTurn(self.key, items=tuple(self._llm.session_items.of(self.key)))
         addition = await self.read(given, tokens[-TAIL_TOKENS:], length, tools, chat_template_kwargs, first_render)
         kept = tokens[: length - addition.drop]
         prompt = kept + addition.tokens
+        items = tuple(self._llm.session_items.of(self.key))
         if not addition.tokens:
-            return prompt, SessionTurn(self.key)
-        added = calls.AppendTokens(self.key, addition.tokens, addition.drop, length)
+            return prompt, SessionTurn(self.key, items=items)
+        added = calls.AppendTokens(self.key, addition.tokens, addition.drop, length, stored_media(addition.media))
         undo = calls.AppendTokens(self.key, tokens[len(kept) :], len(addition.tokens), len(prompt))
-        return prompt, SessionTurn(self.key, append=added, take_back=undo)
+        return prompt, SessionTurn(self.key, append=added, take_back=undo, items=items)
 
     async def suspend(self, wait: bool = True) -> SessionInfo:
         """Free its device blocks. With `wait`, returns when its KV is saved."""

@@ -60,8 +60,11 @@ class ChatRenderer:
         *,
         limits: TemplateLimits | None = None,
         request_limits: TemplateLimits | None = None,
+        placeholders: Mapping[str, str] | None = None,
     ) -> None:
+        """`placeholders`: by kind, the text that stands for an image or a video in a template that takes text only."""
         self.tokenizer = tokenizer
+        self._placeholders = placeholders or {}
         self.limits = limits or TemplateLimits()
         self.request_limits = request_limits or replace(
             self.limits, source=min(self.limits.source, 1 << 16), code=min(self.limits.code, 1 << 18)
@@ -124,7 +127,13 @@ class ChatRenderer:
         own = Budget(replace(limits, seconds=COMPILE_SECONDS)) if chat_template is None else account
         compiled = self._compile(source, own)
         expects = compiled.expects
-        conversation = normalized(messages, parts=expects.parts, wrap_text=not expects.text, keep_none=expects.none)
+        conversation = normalized(
+            messages,
+            parts=expects.parts,
+            wrap_text=not expects.text,
+            keep_none=expects.none,
+            placeholders=self._placeholders,
+        )
         final = _mark_end(conversation, compiled) if continue_final_message else None
         variables = {
             **self._special_tokens(),
@@ -244,7 +253,7 @@ def _checked_kwargs(given: Mapping[str, Any] | None) -> dict[str, Any]:
             f"chat_template_kwargs is an object, not a {type(given).__name__}", "chat_template_kwargs"
         )
     for name in given:
-        if not isinstance(name, str) or not name.isidentifier() or name.startswith("_"):
+        if not isinstance(name, str) or not (name.isascii() and name.isidentifier()) or name.startswith("_"):
             raise ValidationError(
                 f"chat_template_kwargs holds {str(name)[:60]!r}, which is not a variable name", "chat_template_kwargs"
             )
@@ -274,7 +283,7 @@ def _mark_end(conversation: list[Message], compiled: _Compiled) -> str:
     """Append a marker to the last message's text; returns that text."""
     last = conversation[-1]
     content = last["content"]
-    if isinstance(content, list) and content:
+    if isinstance(content, list) and content and "text" in content[-1]:
         final: str = content[-1]["text"]
         content[-1]["text"] = final + _CONTINUE
     elif isinstance(content, str):

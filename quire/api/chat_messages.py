@@ -42,11 +42,20 @@ def plain(value: Any, parameter: str, level: int = 0) -> Any:
     raise ValidationError(f"{parameter} holds a {type(value).__name__}, which is not JSON", parameter)
 
 
-def normalized(messages: Sequence[Any], *, parts: bool, wrap_text: bool, keep_none: bool) -> list[Message]:
+def normalized(
+    messages: Sequence[Any],
+    *,
+    parts: bool,
+    wrap_text: bool,
+    keep_none: bool,
+    placeholders: Mapping[str, str] | None = None,
+) -> list[Message]:
     """Checked copies of the messages.
 
     `parts`: the template loops over content parts; otherwise they are joined to one text. `wrap_text`: it accepts parts
     only, so a text becomes one part. `keep_none`: it handles a content of None; otherwise "" replaces it.
+    `placeholders`: texts that stand for parts of other types, such as images, where parts are joined; parts of types
+    that it lacks are refused.
     """
     if not messages:
         raise ValidationError("a conversation is empty: it needs at least one message", "messages", [])
@@ -62,7 +71,7 @@ def normalized(messages: Sequence[Any], *, parts: bool, wrap_text: bool, keep_no
             raise ValidationError(
                 f"the arguments of all tool calls hold more than {MAX_ARGUMENT_MARKS} values", f"messages[{index}]"
             )
-        normal.append(_normalize(message, f"messages[{index}]", parts, wrap_text, keep_none))
+        normal.append(_normalize(message, f"messages[{index}]", parts, wrap_text, keep_none, placeholders or {}))
     return normal
 
 
@@ -74,7 +83,9 @@ def _argument_marks(message: Any) -> int:
     return sum(text.count(mark) for text in texts if isinstance(text, str) for mark in ",[{")
 
 
-def _normalize(given: Any, where: str, parts: bool, wrap_text: bool, keep_none: bool) -> Message:
+def _normalize(
+    given: Any, where: str, parts: bool, wrap_text: bool, keep_none: bool, placeholders: Mapping[str, str]
+) -> Message:
     message = plain(given, where)
     if not isinstance(message, dict):
         raise ValidationError(f"{where} is a {type(given).__name__}; a message is an object", where)
@@ -86,7 +97,7 @@ def _normalize(given: Any, where: str, parts: bool, wrap_text: bool, keep_none: 
         message.pop("tool_calls", None)
     else:
         message["tool_calls"] = _tool_calls(calls, f"{where}.tool_calls")
-    content = _content(message.get("content"), f"{where}.content", parts)
+    content = _content(message.get("content"), f"{where}.content", parts, placeholders)
     if content is None and role != "assistant" and not calls:
         raise ValidationError(f"{where} of role {short_repr(role)} has no content", f"{where}.content")
     if content is None and not keep_none:
@@ -97,17 +108,31 @@ def _normalize(given: Any, where: str, parts: bool, wrap_text: bool, keep_none: 
     return _with_reasoning(message)
 
 
-def _content(content: Any, where: str, parts: bool) -> Any:
+def _content(content: Any, where: str, parts: bool, placeholders: Mapping[str, str]) -> Any:
     if content is None or isinstance(content, str):
         return content
     if not isinstance(content, list):
         raise ValidationError(f"{where} is text or a list of parts, not {short_repr(content)}", where)
-    texts = [_part_text(part, f"{where}[{index}]") for index, part in enumerate(content)]
     if not parts:
-        return "\n".join(texts)
-    # A template may read further fields of a part, such as the languages of a translation.
-    further = [part if isinstance(part, dict) else {} for part in content]
-    return [{**part, "type": "text", "text": text} for part, text in zip(further, texts, strict=True)]
+        return "\n".join(
+            _placeholder(part, placeholders) or _part_text(part, f"{where}[{index}]")
+            for index, part in enumerate(content)
+        )
+    read = []
+    for index, part in enumerate(content):
+        if _placeholder(part, placeholders) is not None:
+            read.append({"type": part["type"]})
+            continue
+        text = _part_text(part, f"{where}[{index}]")
+        # A template may read further fields of a part, such as the languages of a translation.
+        read.append({**(part if isinstance(part, dict) else {}), "type": "text", "text": text})
+    return read
+
+
+def _placeholder(part: Any, placeholders: Mapping[str, str]) -> str | None:
+    """The text that stands for an image or the like; None: it is none."""
+    kind = part.get("type") if isinstance(part, dict) and len(part) == 1 else None
+    return placeholders.get(kind) if isinstance(kind, str) else None
 
 
 def _part_text(part: Any, where: str) -> str:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from types import FrameType, SimpleNamespace
 from typing import Any
 
+from quire.api.adapters import AdapterCatalog, LoRAChoice
 from quire.api.death_watch import DeathWatch
 from quire.api.inputs import AnyParams, InputProcessor, PromptType
 from quire.config import EngineConfig
@@ -21,6 +22,7 @@ from quire.errors import SHUT_DOWN, ConfigError, EngineDeadError, QuireError, Va
 from quire.loading.hub import find_model
 from quire.loading.model_config import read_generation_config, read_model_config
 from quire.loading.tokenizer import tokenizer_of
+from quire.messages.adapter_use import AdapterUse
 from quire.messages.experts import Rebalanced
 from quire.messages.memory_map import MemoryMap
 from quire.messages.outputs import Output
@@ -108,6 +110,7 @@ class LLMEngine:
         self._files, self._model = files, model
         self.core, self.info = make_engine(config, files, model)
         self.inputs = InputProcessor(config, self.info, tokenizer, generation)
+        self.adapters = AdapterCatalog(config, model)
         self._outputs = OutputProcessor(None if tokenizer is None else Vocabulary(tokenizer))
         self._closed = False
         self._queued_tokens = 0
@@ -164,14 +167,17 @@ class LLMEngine:
         priority: int = 0,
         tenant: str = "",
         session: str = "",
+        lora_request: LoRAChoice = None,
+        adapters: Sequence[AdapterUse] = (),
     ) -> None:
         """Check a request and queue it. `PoolingParams` request a vector, `BeamSearchParams` the best sequences.
-        `session`: key of the session whose turn this is."""
+        `session`: key of the session whose turn this is. `adapters`: those of `lora_request`, if they are known."""
         if self._closed:
             raise EngineDeadError(SHUT_DOWN)
         if request_id in self._outputs:
             raise ValidationError(f"request id {request_id!r} is in use", "request_id", request_id)
-        request, text = self.inputs.make(request_id, prompt, params, time.monotonic(), priority, tenant)
+        uses = [*adapters, *self.adapters.uses(lora_request)]
+        request, text = self.inputs.make(request_id, prompt, params, time.monotonic(), priority, tenant, uses)
         request.session = session
         if self.core.has_lost_ranks:
             self._recover(EngineDeadError(self.core.death))

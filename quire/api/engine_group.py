@@ -223,7 +223,7 @@ class EngineGroup:
         """An engine is ready, with an empty cache."""
         if self.router is not None:
             name, info = str(replica.number), replica.info
-            self.router.add(name, info.num_blocks, info.max_num_seqs)
+            self.router.add(name, info.num_blocks, info.max_num_seqs, adapter_slots=self._config.max_loras)
             replica.router_feed = RouterFeed(self.router, name, info.keys, self._outputs)
         self.on_ready()
         self.recovery.engine_ready(replica)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import random
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Protocol, TypedDict, TypeVar, Union
 
@@ -12,18 +12,25 @@ import msgspec
 
 from quire import vllm_arguments
 from quire.api.fill_in_middle import FillInMiddle
+from quire.api.media_inputs import MediaInputs, sources_of
 from quire.api.pooling import PoolingInputs
+from quire.api.prompt_embeds import embeds_prompt
 from quire.api.text_encoding import TextEncoder, encode_text
 from quire.config import EngineConfig
 from quire.errors import CacheTooSmallError, ValidationError
 from quire.kvcache.prefix_cache import ContentKeys
+from quire.loading.files import ModelFiles
 from quire.loading.model_config import ModelConfig
+from quire.media.loading import MediaSource
+from quire.messages.adapter_use import AdapterUse, kv_identity
 from quire.messages.beams import BeamSearchParams
+from quire.messages.media import KeySpan, MediaItem
 from quire.messages.pooling import PoolingParams
 from quire.messages.request import NewRequest
 from quire.messages.sampling import FROM_GENERATION_CONFIG, RequestOutputKind, SamplingParams
 from quire.scheduler.beam_search import num_candidates
 from quire.speculative.prediction import MAX_PREDICTED_TOKENS
+from quire.vision.processor import Prepared
 from quire.vllm_arguments import check_argument
 
 MAX_BAD_WORDS = 128
@@ -44,6 +51,11 @@ class TextPrompt(TypedDict, total=False):
     prediction: str | list[int]
     """The output as it is expected to be, text or token ids: with speculative decoding it comes faster then."""
     cache_salt: str
+    multi_modal_data: Mapping[str, Any]
+    """Images and videos, as {"image": image or list of images, "video": …}: PIL images, arrays, bytes, paths, URLs. The
+    prompt has a placeholder for each, as the model's chat template writes it."""
+    mm_processor_kwargs: Mapping[str, Any]
+    """Settings of the model's image processor for this prompt."""
 
 
 class TokensPrompt(TypedDict, total=False):
@@ -54,10 +66,25 @@ class TokensPrompt(TypedDict, total=False):
     suffix: str
     prediction: str | list[int]
     cache_salt: str
+    multi_modal_data: Mapping[str, Any]
+    mm_processor_kwargs: Mapping[str, Any]
+    prepared: Prepared
+    """The images, prepared already; the token ids have theirs."""
 
 
-PromptType = Union[str, Sequence[int], TextPrompt, TokensPrompt]
-_PROMPT_FIELDS = {"prompt", "prompt_token_ids", "suffix", "prediction", "cache_salt"}
+class EmbedsPrompt(TypedDict, total=False):
+    """A prompt as embeddings; with `enable_prompt_embeds` only."""
+
+    prompt_embeds: Any
+    """[tokens, hidden size]: a tensor or an array of floating-point numbers."""
+    cache_salt: str
+
+
+PromptType = Union[str, Sequence[int], TextPrompt, TokensPrompt, EmbedsPrompt]
+_PROMPT_FIELDS = {
+    "prompt", "prompt_token_ids", "suffix", "prediction", "cache_salt", "multi_modal_data", "mm_processor_kwargs",
+    "multi_modal_uuids", "prompt_embeds", "prepared",
+}  # fmt: skip
 
 
 class InputInfo(Protocol):
@@ -65,6 +92,8 @@ class InputInfo(Protocol):
 
     @property
     def model(self) -> ModelConfig: ...
+    @property
+    def files(self) -> ModelFiles: ...
     @property
     def max_model_len(self) -> int: ...
     @property
@@ -90,6 +119,8 @@ class InputProcessor:
         self.tokenizer = tokenizer
         self.fill_in_middle = FillInMiddle(tokenizer, config.model)
         self._default_pooling = config.pooling
+        self.media = MediaInputs(config, info.model, info.files, tokenizer)
+        """Loads and prepares images and videos."""
         self.use(info)
         self._generation_config = generation_config
         self._max_logprobs = info.model.vocab_size if config.max_logprobs < 0 else config.max_logprobs
@@ -97,6 +128,7 @@ class InputProcessor:
         self.eos_ids = self._end_tokens()
         """Tokens that end an answer."""
         self._isolates_tenants = config.isolate_tenants
+        self._takes_embeds = config.enable_prompt_embeds
         self._word_tokens = lru_cache(CACHED_BAD_WORDS)(self._encode_word)
         self._computes_keys = computes_keys
         self._is_json_dense = config.disable_any_whitespace
@@ -117,13 +149,19 @@ class InputProcessor:
         arrival: float,
         priority: int = 0,
         tenant: str = "",
+        adapters: Sequence[AdapterUse] = (),
     ) -> tuple[NewRequest, str | None]:
         """The request, and the text of its prompt if it has one."""
         if isinstance(params, BeamSearchParams):
             search = params.clone()
-            request, text = self.make(request_id, prompt, _beam_params(search), arrival, priority, tenant)
+            request, text = self.make(request_id, prompt, _beam_params(search), arrival, priority, tenant, adapters)
             return _as_beam_search(request, search, self._info.model.vocab_size), text
-        text, tokens, salt, suffix = self._read_prompt(prompt)
+        if isinstance(prompt, Mapping) and prompt.get("prompt_embeds") is not None:
+            prompt = embeds_prompt(prompt, self._info.model.hidden_size, self._takes_embeds)  # type: ignore[assignment]
+        media = self._read_media(prompt)
+        text, tokens, salt, suffix = self._read_prompt(prompt) if media is None else self._prepared(prompt, media)
+        if media is None:
+            self.media.check_text(tokens)
         if not isinstance(tenant, str):
             raise ValidationError(f"a tenant is a string, got {tenant!r}", "tenant", tenant)
         if not isinstance(priority, int) or priority.bit_length() > 63:
@@ -132,16 +170,25 @@ class InputProcessor:
         if isinstance(params, PoolingParams):
             if suffix:
                 raise ValidationError("suffix is for generation: pooling reads one text", "suffix")
+            if media is not None:
+                raise ValidationError("images are for generation: pooling reads text", "multi_modal_data")
             pooled = self._pooling.make(request_id, tokens, params, salt)
             self.check_vocabulary(pooled.prompt)
-            pooled.keys = self._keys_of(pooled.prompt, salt)
+            pooled.keys = self._keys_of(pooled.prompt, salt, adapters)
             pooled.priority, pooled.tenant, pooled.arrival = priority, tenant, arrival
+            pooled.adapters = list(adapters)
             return pooled, text
         self._check_params(params)
         params = params.clone()  # checks again: its fields may have been changed since
         if self._is_json_dense and (form := params.structured_outputs) is not None:
             params.structured_outputs = msgspec.structs.replace(form, disable_any_whitespace=True)
         keep = self._kept_tokens(params)
+        if media is not None and keep is not None and keep < len(tokens):
+            raise ValidationError(
+                f"truncate_prompt_tokens is {keep}, and a prompt with images, of {len(tokens)} tokens, is not cut",
+                "truncate_prompt_tokens",
+                keep,
+            )
         if suffix:
             tokens = self.fill_in_middle.prompt(tokens, suffix, lambda text: self.encode(text, False), keep)
             self.end_middle(params)
@@ -155,7 +202,6 @@ class InputProcessor:
             limit=self._limit(len(tokens), params),
             eos_ids=self.eos_ids,
             bad_words=self._bad_words(params),
-            keys=self._keys_of(tokens, salt),
             salt=salt,
             reads_cache=params.prompt_logprobs is None,
             seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
@@ -163,11 +209,50 @@ class InputProcessor:
             tenant=tenant,
             arrival=arrival,
             prediction=self._read_prediction(prompt),
+            adapters=list(adapters),
         )
+        if media is not None:
+            request.media, request.spans = media.items, media.spans
+            request.positions, request.position_delta = media.positions, media.position_delta
+        request.keys = self._keys_of(tokens, salt, adapters, request.key_spans)
         return request, text
 
-    def _keys_of(self, tokens: list[int], salt: str) -> list[bytes]:
-        return self._info.keys.of(tokens, salt) if self._computes_keys else []
+    def _keys_of(
+        self, tokens: list[int], salt: str, adapters: Sequence[AdapterUse], spans: Sequence[KeySpan] = ()
+    ) -> list[bytes]:
+        if not self._computes_keys:
+            return []
+        return self._info.keys.of(tokens, salt, spans, kv_identity(adapters, tokens))
+
+    def _read_media(self, prompt: PromptType) -> Prepared | None:
+        """The prompt's images and videos, prepared; None if it has none."""
+        if not isinstance(prompt, Mapping):
+            return None
+        fields: Mapping[str, Any] = prompt
+        if (ready := fields.get("prepared")) is not None:
+            return ready
+        if not fields.get("multi_modal_data"):
+            return None
+        sources = sources_of(fields["multi_modal_data"])
+        given = fields.get("prompt_token_ids")
+        whole: Any = fields.get("prompt") if given is None else self.token_ids(given)
+        if not sources:
+            return None
+        if not isinstance(whole, (str, list)):
+            raise ValidationError(f"a prompt with images is text or token ids; got {type(whole).__name__}", "prompt")
+        if fields.get("suffix"):
+            raise ValidationError("a prompt with images has no suffix", "suffix")
+        kwargs = fields.get("mm_processor_kwargs")
+        if kwargs is not None and not isinstance(kwargs, Mapping):
+            raise ValidationError(
+                f"mm_processor_kwargs is an object, not a {type(kwargs).__name__}", "mm_processor_kwargs"
+            )
+        return self.media.prepare(whole, sources, kwargs, self.encode, self._info.max_model_len)
+
+    def _prepared(self, prompt: PromptType, media: Prepared) -> tuple[str | None, list[int], str, str]:
+        """As `_read_prompt`, for a prompt whose images have been prepared."""
+        fields: Any = {name: value for name, value in dict(prompt).items() if name != "suffix"}  # type: ignore[arg-type]
+        return self._read_prompt({**fields, "prompt_token_ids": media.tokens})
 
     def default_params(self) -> SamplingParams:
         """The model's own sampling defaults, from its generation_config.json."""
@@ -217,7 +302,7 @@ class InputProcessor:
 
     def _read_prediction(self, prompt: PromptType) -> list[int]:
         """The tokens that are predicted; none if they would not be used."""
-        given = prompt.get("prediction") if isinstance(prompt, Mapping) else None
+        given: Any = prompt.get("prediction") if isinstance(prompt, Mapping) else None
         if not given or not self._uses_predictions:
             return []
         tokens = self.encode(given, add_special_tokens=False) if isinstance(given, str) else self.token_ids(given)
@@ -263,6 +348,27 @@ class InputProcessor:
             )
         return encode_text(self.tokenizer, text, "prompt", add_special_tokens)
 
+    def encode_chat(self, text: str) -> list[int]:
+        """The output of a chat template, which has the special tokens already, as token ids."""
+        return encode_text(self.tokenizer, text, "messages", add_special_tokens=False)
+
+    def prepare_chat(
+        self,
+        text: str,
+        sources: Sequence[MediaSource],
+        kwargs: Mapping[str, Any] | None = None,
+        encode: Callable[[str], list[int]] | None = None,
+    ) -> Prepared:
+        """The same with the images of the chat; `encode`: tokenizes instead."""
+        return self.media.prepare(text, sources, kwargs, encode or self.encode_chat, self._info.max_model_len)
+
+    def session_prompt(self, tokens: list[int], items: Sequence[MediaItem]) -> PromptType:
+        """The prompt of a session's turn: the engine knows where its images are. `items`: those whose pixels are
+        held."""
+        if self.media.processor is None:
+            return tokens
+        return {"prompt_token_ids": tokens, "prepared": Prepared(tokens, list(items))}
+
     def encode_bounded(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The same; raises early for a text that cannot fit the model."""
         if self.texts is None:
@@ -303,12 +409,12 @@ class InputProcessor:
     def _check_params(self, params: SamplingParams) -> None:
         check_params(params, SamplingParams, "sampling_params")
         for name in ("logprobs", "prompt_logprobs"):
-            count = getattr(params, name)
+            count = None if name == "logprobs" and params.logprob_token_ids else getattr(params, name)
             wanted = self._info.model.vocab_size if count == -1 else count
             if wanted is not None and wanted > self._max_logprobs:
                 raise ValidationError(f"{name} is {count}; at most {self._max_logprobs} (max_logprobs)", name, count)
         vocab = self._info.model.vocab_size
-        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias", "logprob_token_ids"):
             bad = [token for token in getattr(params, name) or () if token >= vocab]
             if bad:
                 raise ValidationError(f"{name} holds {bad[0]}, outside the vocabulary of {vocab}", name, bad[0])

@@ -9,7 +9,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
+from quire.api.adapters import LoRAChoice
 from quire.api.chat import ChatRenderer, template_text
+from quire.api.chat_media import take_media
 from quire.api.compat import check_call, engine_arguments, no_such_method
 from quire.api.engine import LLMEngine, ModelSummary
 from quire.api.inputs import AnyParams, PromptType, as_prompts, check_params, one_each
@@ -22,6 +24,7 @@ from quire.engine.stats import Metric
 from quire.errors import ConfigError, ValidationError
 from quire.messages.beams import BeamSearchParams
 from quire.messages.experts import Rebalanced
+from quire.messages.lora import LoRARequest
 from quire.messages.memory_map import MemoryMap
 from quire.messages.outputs import (
     BeamSearchOutput,
@@ -35,6 +38,8 @@ from quire.messages.sampling import RequestOutputKind, SamplingParams
 from quire.vllm_arguments import CALL
 
 Message = dict[str, Any]
+LoRAChoices = LoRARequest | Sequence[LoRAChoice] | None
+"""The adapter of all prompts, or the adapters of each."""
 Kind = TypeVar("Kind", RequestOutput, PoolingRequestOutput, BeamSearchOutput)
 _EMBED_HINT = ": `embed` returns embeddings"
 
@@ -75,16 +80,24 @@ class LLM:
         use_tqdm: bool | Callable[..., Any] = True,
         priority: int | Sequence[int] | None = None,
         tenant: str | Sequence[str] = "",
+        lora_request: LoRAChoices = None,
+        mm_processor_kwargs: dict[str, Any] | None = None,
         **vllm_arguments: Any,
     ) -> list[RequestOutput]:
-        """Complete one prompt or many; outputs are in the prompts' order. `priority` and `tenant`: one for all, or one
-        each. `prompt_token_ids`: prompts as token ids, as older scripts give them."""
+        """Complete one prompt or many; outputs are in the prompts' order. `priority`, `tenant` and `lora_request`: one
+        for all, or one each; adapters that are a list in the list add up. `prompt_token_ids`: prompts as token ids, as
+        older scripts give them. `mm_processor_kwargs`: of all prompts with images that have none of their own."""
         check_call(vllm_arguments, "generate")
         if prompt_token_ids is not None:
             if prompts is not None:
                 raise ValidationError("give either prompts or prompt_token_ids", "prompts", prompts)
             prompts = prompt_token_ids
-        ids = self._submit(prompts, sampling_params, priority, RequestOutputKind.FINAL_ONLY, tenant)
+        if mm_processor_kwargs:
+            given: Any = as_prompts(prompts)
+            settings = {"mm_processor_kwargs": mm_processor_kwargs}
+            given = [settings | one if isinstance(one, dict) else one for one in given]
+            prompts = given
+        ids = self._submit(prompts, sampling_params, priority, RequestOutputKind.FINAL_ONLY, tenant, lora_request)
         return self._gather(ids, RequestOutput, use_tqdm)
 
     def enqueue(
@@ -94,11 +107,12 @@ class LLM:
         *,
         priority: int | Sequence[int] | None = None,
         tenant: str | Sequence[str] = "",
+        lora_request: LoRAChoices = None,
         **vllm_arguments: Any,
     ) -> list[str]:
         """As `generate`, but only queues the requests; `wait_for_completion` waits. Returns their ids."""
         check_call(vllm_arguments, "enqueue")
-        ids = self._submit(prompts, sampling_params, priority, RequestOutputKind.FINAL_ONLY, tenant)
+        ids = self._submit(prompts, sampling_params, priority, RequestOutputKind.FINAL_ONLY, tenant, lora_request)
         self._queued.append(list(ids))  # a copy: the caller may change the returned list
         return ids
 
@@ -121,10 +135,11 @@ class LLM:
         *,
         priority: int | Sequence[int] | None = None,
         tenant: str | Sequence[str] = "",
+        lora_request: LoRAChoices = None,
     ) -> Iterator[RequestOutput]:
         """Outputs as steps produce them. Each holds everything so far, or with `output_kind=DELTA` only what is new.
         Leaving the loop early aborts what is unfinished."""
-        ids = self._submit(prompts, sampling_params, priority, None, tenant)
+        ids = self._submit(prompts, sampling_params, priority, None, tenant, lora_request)
         stream = self._stream(ids)
         next(stream)  # enters the `with`: a stream that is dropped unread aborts its requests too
         return stream
@@ -150,16 +165,21 @@ class LLM:
         continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
+        mm_processor_kwargs: dict[str, Any] | None = None,
         priority: int | Sequence[int] | None = None,
         tenant: str | Sequence[str] = "",
+        lora_request: LoRAChoices = None,
         **vllm_arguments: Any,
     ) -> list[RequestOutput]:
-        """Answer one conversation or many."""
+        """Answer one conversation or many. Messages may have images: PIL images, path objects, data URLs."""
         check_call(vllm_arguments, "chat")
         prompts = self._render(
-            messages, chat_template, add_generation_prompt, continue_final_message, tools, chat_template_kwargs
+            messages, chat_template, add_generation_prompt, continue_final_message, tools, chat_template_kwargs,
+            mm_processor_kwargs,
+        )  # fmt: skip
+        return self.generate(
+            prompts, sampling_params, use_tqdm=use_tqdm, priority=priority, tenant=tenant, lora_request=lora_request
         )
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, priority=priority, tenant=tenant)
 
     def enqueue_chat(
         self,
@@ -168,16 +188,22 @@ class LLM:
         *,
         priority: int | Sequence[int] | None = None,
         tenant: str | Sequence[str] = "",
+        lora_request: LoRAChoices = None,
         **template_options: Any,
     ) -> list[str]:
         """As `chat`, but only queues the requests; `wait_for_completion` waits. Returns their ids."""
         names = [name for name in template_options if name in CALL]
         check_call({name: template_options.pop(name) for name in names}, "enqueue_chat")
         prompts = self._render(messages, **template_options)
-        return self.enqueue(prompts, sampling_params, priority=priority, tenant=tenant)
+        return self.enqueue(prompts, sampling_params, priority=priority, tenant=tenant, lora_request=lora_request)
 
     def chat_stream(
-        self, messages: Sequence[Message], sampling_params: SamplingParams | None = None, **template_options: Any
+        self,
+        messages: Sequence[Message],
+        sampling_params: SamplingParams | None = None,
+        *,
+        lora_request: LoRAChoices = None,
+        **template_options: Any,
     ) -> Iterator[RequestOutput]:
         """Answer one conversation, as it comes. Options are those of `chat`."""
         options = {
@@ -185,7 +211,7 @@ class LLM:
             "add_generation_prompt": True,
             "continue_final_message": False,
         } | template_options
-        return self.stream(self._render(messages, **options), sampling_params)
+        return self.stream(self._render(messages, **options), sampling_params, lora_request=lora_request)
 
     def beam_search(
         self,
@@ -195,6 +221,7 @@ class LLM:
         use_tqdm: bool | Callable[..., Any] = False,
         concurrency_limit: int | None = None,
         tenant: str = "",
+        lora_request: LoRAChoices = None,
         **vllm_arguments: Any,
     ) -> list[BeamSearchOutput]:
         """The likeliest continuations of one prompt or many, best first, as transformers' beam search finds them.
@@ -206,11 +233,12 @@ class LLM:
                 f"concurrency_limit must be None or an integer above 0, got {concurrency_limit!r}", "concurrency_limit"
             )
         listed = as_prompts(prompts)
+        choices = _choices(lora_request, len(listed))
         at_once = concurrency_limit or max(1, len(listed))
         outputs: list[BeamSearchOutput] = []
         for start in range(0, len(listed), at_once):
             part = listed[start : start + at_once]
-            ids = self._enqueue(part, [params] * len(part), None, None, tenant)
+            ids = self._enqueue(part, [params] * len(part), None, None, tenant, choices[start : start + at_once])
             outputs += self._gather(ids, BeamSearchOutput, use_tqdm)
         return outputs
 
@@ -223,11 +251,19 @@ class LLM:
         use_tqdm: bool | Callable[..., Any] = True,
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         tenant: str | Sequence[str] = "",
+        lora_request: LoRAChoices = None,
         **vllm_arguments: Any,
     ) -> list[EmbeddingRequestOutput]:
         """The embedding of one prompt or of each of many, in order; normalized unless the parameters disable it."""
         check_call(vllm_arguments, "embed")
-        pooled = self.encode(prompts, pooling_params, use_tqdm=use_tqdm, pooling_task="embed", tenant=tenant)
+        pooled = self.encode(
+            prompts,
+            pooling_params,
+            use_tqdm=use_tqdm,
+            pooling_task="embed",
+            tenant=tenant,
+            lora_request=lora_request,
+        )
         return [EmbeddingRequestOutput.from_base(output) for output in pooled]
 
     def encode(
@@ -238,6 +274,7 @@ class LLM:
         use_tqdm: bool | Callable[..., Any] = True,
         pooling_task: str = "embed",
         tenant: str | Sequence[str] = "",
+        lora_request: LoRAChoices = None,
         **vllm_arguments: Any,
     ) -> list[PoolingRequestOutput]:
         """As `embed`, with the vectors as arrays. "embed" is the only task."""
@@ -247,7 +284,8 @@ class LLM:
         PoolingParams(task=pooling_task)  # refuses any other task
         for one in params:
             check_params(one, PoolingParams, "pooling_params")
-        return self._gather(self._enqueue(listed, params, None, None, tenant), PoolingRequestOutput, use_tqdm)
+        ids = self._enqueue(listed, params, None, None, tenant, _choices(lora_request, len(listed)))
+        return self._gather(ids, PoolingRequestOutput, use_tqdm)
 
     def score(
         self,
@@ -258,13 +296,38 @@ class LLM:
         use_tqdm: bool | Callable[..., Any] = True,
         pooling_params: PoolingParams | None = None,
         tenant: str = "",
+        lora_request: LoRAChoice = None,
         **vllm_arguments: Any,
     ) -> list[ScoringRequestOutput]:
         """The cosine similarity of the embeddings of each pair: one with one, one with each of many, or pair by
         pair."""
         check_call(vllm_arguments, "score")
         pairs = Pairs(as_prompts(data_1), as_prompts(data_2))
-        return pairs.scored(self.encode(pairs.prompts, pooling_params, use_tqdm=use_tqdm, tenant=tenant))
+        choices = [lora_request] * len(pairs.prompts)
+        return pairs.scored(
+            self.encode(pairs.prompts, pooling_params, use_tqdm=use_tqdm, tenant=tenant, lora_request=choices)
+        )
+
+    # Adapters
+
+    def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Check an adapter and list it under its name; `generate` does it too. The engine reads it when needed."""
+        self.llm_engine.adapters.add(lora_request)
+        return True
+
+    def remove_lora(self, lora_id: int | str) -> bool:
+        """Take an adapter off the list, by its number or name; its open requests go on."""
+        self.llm_engine.adapters.remove(lora_id)
+        return True
+
+    def pin_lora(self, lora_id: int | str) -> bool:
+        """Keep an adapter on the device once it is there, by its number or name, unless no other can make room."""
+        self.llm_engine.adapters.pin(lora_id)
+        return True
+
+    def list_loras(self) -> set[int]:
+        """The numbers of listed adapters."""
+        return {entry.number for entry in self.llm_engine.adapters}
 
     # The engine
 
@@ -359,7 +422,10 @@ class LLM:
 
     @cached_property
     def _renderer(self) -> ChatRenderer:
-        return ChatRenderer(self.llm_engine.tokenizer, self.llm_engine.config.chat_template)
+        engine = self.llm_engine
+        return ChatRenderer(
+            engine.tokenizer, engine.config.chat_template, placeholders=engine.inputs.media.placeholders
+        )
 
     def _submit(
         self,
@@ -368,6 +434,7 @@ class LLM:
         priority: int | Sequence[int] | None,
         kind: RequestOutputKind | None,
         tenant: str | Sequence[str],
+        lora_request: LoRAChoices,
     ) -> list[str]:
         """Queue one prompt or many; returns the requests' ids."""
         listed = as_prompts(prompts)
@@ -375,7 +442,7 @@ class LLM:
         params = one_each("sampling_params", given, len(listed))
         for one in params:
             check_params(one, SamplingParams, "sampling_params", _EMBED_HINT if isinstance(one, PoolingParams) else "")
-        return self._enqueue(listed, params, priority, kind, tenant)
+        return self._enqueue(listed, params, priority, kind, tenant, _choices(lora_request, len(listed)))
 
     def _enqueue(
         self,
@@ -383,7 +450,8 @@ class LLM:
         params: Sequence[AnyParams],
         priority: int | Sequence[int] | None,
         kind: RequestOutputKind | None,
-        tenant: str | Sequence[str] = "",
+        tenant: str | Sequence[str],
+        choices: Sequence[LoRAChoice],
     ) -> list[str]:
         """Queue all of these, or none if one is refused; returns their ids."""
         tenants: list[str] = one_each("tenant", tenant, len(prompts), "tenants")
@@ -391,13 +459,15 @@ class LLM:
         ids: list[str] = []
         queue: Queue = []
         try:
-            for prompt, one, level, owner in zip(prompts, params, priorities, tenants, strict=True):
+            for prompt, one, level, owner, lora in zip(prompts, params, priorities, tenants, choices, strict=True):
                 if kind is not None and isinstance(one, SamplingParams):
                     one = one.clone()
                     one.output_kind = kind
                 with self._outputs.lock:
                     request_id = self._next_id()
-                    self.llm_engine.add_request(request_id, prompt, one, priority=level, tenant=owner)
+                    self.llm_engine.add_request(
+                        request_id, prompt, one, priority=level, tenant=owner, lora_request=lora
+                    )
                     ids.append(request_id)
                     self._outputs.register(request_id, queue)
                     self.llm_engine.begin_when_full()
@@ -425,24 +495,44 @@ class LLM:
         continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
+        mm_processor_kwargs: dict[str, Any] | None = None,
     ) -> list[PromptType]:
         """Conversations as prompts, rendered by the chat template."""
         conversations = [messages] if messages and isinstance(messages[0], dict) else list(messages)
         if not conversations:
             raise ValidationError("chat needs at least one message", "messages", messages)
-        renderer = self._renderer
+        renderer, inputs = self._renderer, self.llm_engine.inputs
         prompts: list[PromptType] = []
         for conversation in conversations:
-            text, tokens = renderer.render(
-                conversation,  # type: ignore[arg-type]
+            taken, sources = take_media(conversation, inputs.media.check_kind)  # type: ignore[arg-type]
+            text = renderer.render_text(
+                taken,
                 tools=tools,
                 add_generation_prompt=add_generation_prompt and not continue_final_message,
                 continue_final_message=continue_final_message,
                 chat_template=template_text(chat_template),
                 chat_template_kwargs=chat_template_kwargs,
             )
-            prompts.append({"prompt": text, "prompt_token_ids": tokens})
+            # The template writes the special tokens itself; the tokenizer must not add its own.
+            if sources:
+                prepared = inputs.prepare_chat(text, sources, mm_processor_kwargs)
+                prompts.append({"prompt": text, "prompt_token_ids": prepared.tokens, "prepared": prepared})
+            else:
+                prompts.append({"prompt": text, "prompt_token_ids": inputs.encode_chat(text)})
         return prompts
+
+
+def _choices(lora_request: LoRAChoices, count: int) -> list[LoRAChoice]:
+    """The adapters of each of `count` prompts."""
+    if lora_request is None or isinstance(lora_request, LoRARequest):
+        return [lora_request] * count
+    if not isinstance(lora_request, Sequence) or isinstance(lora_request, str):
+        raise ValidationError(
+            f"lora_request must be a LoRARequest or a list of them, got {type(lora_request).__name__}",
+            "lora_request",
+            lora_request,
+        )
+    return one_each("lora_request", lora_request, count, "adapters")
 
 
 def _make_engine(config: EngineConfig) -> LLMEngine:

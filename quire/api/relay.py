@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 from quire.api.output_stream import OutputStream
 from quire.engine import ipc
 from quire.errors import QuireError
-from quire.messages.outputs import Finished, Output, RequestOutput, StepOutputs
+from quire.messages.outputs import Finished, Output, RequestOutput, StepEnergy, StepOutputs
 from quire.messages.request import NewRequest
 
 if TYPE_CHECKING:
@@ -185,4 +185,10 @@ def split_by_owner(outputs: StepOutputs, owner_of: Callable[[str], T]) -> dict[T
         part(key[0]).preempted.append(key)
     for ended in outputs.finished:
         part(ended.key[0]).finished.append(ended)
+    if (energy := outputs.energy) is not None:
+        for request, joules in zip(energy.requests, energy.joules, strict=True):
+            if (own := part(request)).energy is None:
+                own.energy = StepEnergy([], [], energy.source, energy.is_estimate)
+            own.energy.requests.append(request)
+            own.energy.joules.append(joules)
     return parts

@@ -18,6 +18,7 @@ from quire.engine.remote import EngineHandle, error_of
 from quire.engine.session_calls import SessionAnswer, SessionOp
 from quire.engine.stats import Metric
 from quire.errors import SHUT_DOWN, EngineDeadError, QuireError, ReplicaDownError
+from quire.messages.engine_view import BlockDetail, EngineView, RequestTimeline
 from quire.messages.memory_map import MemoryMap
 from quire.messages.outputs import Finished, StepOutputs
 from quire.output.processor import OutputProcessor
@@ -234,6 +235,30 @@ class Replica:
             raise QuireError(f"the engine failed to report its memory map: {report.error}")
         return report.map
 
+    async def view(self) -> EngineView:
+        """What the page shows of the engine now."""
+        found = await self._look(ipc.GetView)
+        assert isinstance(found, EngineView)
+        return found
+
+    async def timeline(self, request_id: str) -> RequestTimeline | None:
+        """What happened to a recent request; None: it is not known."""
+        found = await self._look(lambda number: ipc.GetTimeline(number, request_id))
+        assert found is None or isinstance(found, RequestTimeline)
+        return found
+
+    async def describe_block(self, block: int) -> BlockDetail:
+        """What uses a block."""
+        found = await self._look(lambda number: ipc.GetBlock(number, block))
+        assert isinstance(found, BlockDetail)
+        return found
+
+    async def _look(self, message: Callable[[int], ipc.Down]) -> EngineView | RequestTimeline | BlockDetail | None:
+        report: ipc.ViewReport = await self.call(message)
+        if report.refused is not None:
+            raise error_of(report.refused)
+        return report.answer
+
     async def get_metrics(self) -> list[Metric]:
         """Counters and gauges of the engine."""
         metrics: list[Metric] = (await self.call(ipc.GetStats)).metrics
@@ -269,6 +294,7 @@ class Replica:
                 | ipc.ResetReport()
                 | ipc.SessionReply()
                 | ipc.MemoryReport()
+                | ipc.ViewReport()
                 | ipc.RebalanceReport()
             ):
                 reply = self.calls.get(message.question)

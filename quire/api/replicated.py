@@ -6,9 +6,10 @@ import asyncio
 import queue
 import threading
 import weakref
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
+from quire.api.adapters import LoRAChoice
 from quire.api.async_llm import AsyncLLM
 from quire.api.engine import FailedRequest, LLMEngine
 from quire.api.inputs import AnyParams, PromptType
@@ -16,6 +17,7 @@ from quire.api.output_stream import OutputStream
 from quire.config import EngineConfig
 from quire.engine.stats import Metric
 from quire.errors import SHUT_DOWN, ConfigError, EngineDeadError, QuireError, ValidationError
+from quire.messages.adapter_use import AdapterUse
 from quire.messages.experts import Rebalanced
 from quire.messages.memory_map import MemoryMap
 from quire.messages.outputs import Output
@@ -31,6 +33,7 @@ class ReplicatedEngine(LLMEngine):
         self._llm = AsyncLLM.from_config(config)
         self.info = self._llm.info
         self.inputs = self._llm.inputs
+        self.adapters = self._llm.adapters
         self._unfinished: dict[str, OutputStream] = {}
         """Requests whose end was not returned yet."""
         self._readers: dict[OutputStream, asyncio.Task[None]] = {}
@@ -62,6 +65,8 @@ class ReplicatedEngine(LLMEngine):
         priority: int = 0,
         tenant: str = "",
         session: str = "",
+        lora_request: LoRAChoice = None,
+        adapters: Sequence[AdapterUse] = (),
     ) -> None:
         """Check a request and send it to an engine."""
         if self._closed:
@@ -69,7 +74,8 @@ class ReplicatedEngine(LLMEngine):
         if session:
             raise ValidationError("LLM supports sessions with one engine only: use AsyncLLM or the server", "session")
         try:
-            self._wait(self._add(request_id, prompt, params, priority, tenant))
+            uses = [*adapters, *self.adapters.uses(lora_request)]
+            self._wait(self._add(request_id, prompt, params, priority, tenant, uses))
         except KeyboardInterrupt:  # it may be queued, and its caller does not have the id
             self.abort_request(request_id)
             raise
@@ -81,8 +87,9 @@ class ReplicatedEngine(LLMEngine):
         params: AnyParams,
         priority: int,
         tenant: str,
+        adapters: list[AdapterUse],
     ) -> None:
-        stream = await self._llm.submit(prompt, params, request_id, priority, tenant)
+        stream = await self._llm.submit(prompt, params, request_id, priority, tenant, adapters=adapters)
         stream.raises_refusals = False
         self._unfinished[request_id] = stream
         self._readers[stream] = asyncio.ensure_future(self._read(stream))

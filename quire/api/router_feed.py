@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from quire.kvcache.prefix_cache import ContentKeys
+from quire.messages.adapter_use import adapter_identity
 from quire.messages.outputs import StepOutputs
 from quire.messages.request import NewRequest
 from quire.output.processor import OutputProcessor
@@ -86,9 +87,10 @@ class RouterFeed:
         if len(tracked.sequences) > 1 or not keys:
             return keys
         tokens = request.prompt[size * len(keys) :] + tracked.sequences[0].tokens[:-1]
-        return keys + self._keys.keys_after(keys[-1], tokens)
+        return keys + self._keys.keys_after(keys[-1], tokens, request.key_spans, size * len(keys))
 
 
 def as_routed(request: NewRequest) -> RoutedRequest:
     """A request as the router sees it. Turns of sessions are not routed: `SessionAffinity` decides."""
-    return RoutedRequest(request.keys, len(request.prompt), request.num_sequences, request.tenant)
+    adapters = adapter_identity(request.adapters)
+    return RoutedRequest(request.keys, len(request.prompt), request.num_sequences, request.tenant, adapters)

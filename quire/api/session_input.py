@@ -6,12 +6,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Union
 
 from quire.api.chat import ChatRenderer
+from quire.api.chat_media import take_media
 from quire.api.conversation import IncrementalRenderer, Message
 from quire.api.inputs import InputProcessor
 from quire.errors import ValidationError
+from quire.media.loading import MediaSource
 from quire.messages.sampling import SamplingParams
 from quire.output.parsers.toolcalls import guess_parser
 from quire.output.parsers.tools.base import make_tool_parser
+from quire.vision.processor import Prepared
 
 TAIL_TOKENS = 64
 """Number of a session's last tokens that are decoded to see whether its last message is closed."""
@@ -28,6 +31,8 @@ class Addition(NamedTuple):
     """Number of last tokens to remove…"""
     tokens: list[int]
     """…before these are appended."""
+    media: Prepared | None = None
+    """What they have in place of token ids: images."""
 
 
 class SessionReader:
@@ -80,14 +85,22 @@ class SessionReader:
         def render_messages(conversation: Sequence[Message], opens: bool) -> str:
             return render(conversation, tools=tools, add_generation_prompt=opens, chat_template_kwargs=kwargs)
 
-        conversation, listed = IncrementalRenderer(render_messages), as_messages(messages)
+        conversation = IncrementalRenderer(render_messages)
+        taken, sources = take_media(as_messages(messages), self._inputs.media.check_kind)
+        listed = list(taken)
         if not tail:
-            return self._checked(Addition(0, self._plain(conversation.first(listed))))
+            return self._checked(self._encoded(0, conversation.first(listed), sources))
         text = self._inputs.tokenizer.decode(list(tail), skip_special_tokens=False)
         added, is_closed = conversation.following(listed, text)
         # The answer's end token is not the one this template writes after messages: the template's replaces it.
         drop = int(tail[-1] in self._inputs.eos_ids and not is_closed)
-        return self._checked(Addition(drop, self._plain(added)))
+        return self._checked(self._encoded(drop, added, sources))
+
+    def _encoded(self, drop: int, text: str, sources: Sequence[MediaSource]) -> Addition:
+        if not sources:
+            return Addition(drop, self._plain(text))
+        media = self._inputs.prepare_chat(text, sources, encode=self._plain)
+        return Addition(drop, media.tokens, media)
 
     def _checked(self, addition: Addition) -> Addition:
         if addition.tokens:

@@ -15,12 +15,22 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+from quire.api.adapters import LoRAChoice
 from quire.api.chat import ChatRenderer
 from quire.api.engine import LLMEngine
 from quire.api.inputs import check_params
 from quire.api.output_queues import OutputQueues
 from quire.api.progress import Progress
-from quire.api.session_input import TAIL_TOKENS, SessionInput, SessionReader, calls_tools, check_turn, is_messages
+from quire.api.session_input import (
+    TAIL_TOKENS,
+    Addition,
+    SessionInput,
+    SessionReader,
+    calls_tools,
+    check_turn,
+    is_messages,
+)
+from quire.api.session_media import SessionItems, stored_media
 from quire.errors import SessionNotFoundError, ValidationError
 from quire.messages.outputs import RequestOutput
 from quire.messages.sampling import RequestOutputKind, SamplingParams
@@ -48,10 +58,14 @@ class Sessions:
         self._next_id = next_id
         self._renderer = renderer
         self._tenant = tenant
+        self.items = SessionItems()
+        """Pixels of the images of sessions."""
 
     def of(self, tenant: str) -> Sessions:
         """The sessions of another tenant. Tenants do not see each other's sessions, and may use the same names."""
-        return Sessions(self._engine, self._outputs, self._next_id, self._renderer, tenant)
+        made = Sessions(self._engine, self._outputs, self._next_id, self._renderer, tenant)
+        made.items = self.items
+        return made
 
     def create(
         self,
@@ -76,14 +90,16 @@ class Sessions:
             raise ValidationError("a session starts with a prompt or with messages, not with both", "messages")
         key = self.key_of(name)
         begin = messages if prompt is None else prompt
-        tokens: list[int] = []
+        addition = Addition(0, [])
         if begin is not None:
             reader = self.reader
             addition = reader.read(begin, [], tools=tools, chat_template_kwargs=chat_template_kwargs)
             reader.check_room(0, addition)
-            tokens = addition.tokens
+        salt, media = self._engine.inputs.salt_of(self._tenant), stored_media(addition.media)
         with self._outputs.exclusive():
-            self.keeper.create(key, tokens, salt=self._engine.inputs.salt_of(self._tenant), ttl=ttl, meta=meta)
+            self.keeper.create(key, addition.tokens, salt=salt, ttl=ttl, meta=meta, media=media)
+        if addition.media is not None:
+            self.items.add(key, addition.media.items)
         return SessionHandle(self, name, key, tools)
 
     def resume(self, name: str) -> SessionHandle:
@@ -175,7 +191,13 @@ class Sessions:
         """The engine's key of the session with that name."""
         return session_key(self._tenant, name)
 
-    def begin(self, key: str, params: SamplingParams | None, kind: RequestOutputKind | None) -> str:
+    def begin(
+        self,
+        key: str,
+        params: SamplingParams | None,
+        kind: RequestOutputKind | None,
+        lora_request: LoRAChoice = None,
+    ) -> str:
         """Queue a turn; returns its request's id."""
         params = self._engine.inputs.default_params() if params is None else params
         check_params(params, SamplingParams, "sampling_params")
@@ -187,7 +209,10 @@ class Sessions:
             request_id = self._next_id()
             tokens = self.keeper.tokens(key)
             self._engine.inputs.check_room(len(tokens), "session")
-            self._engine.add_request(request_id, tokens, params, tenant=self._tenant, session=key)
+            prompt = self._engine.inputs.session_prompt(tokens, self.items.of(key))
+            self._engine.add_request(
+                request_id, prompt, params, tenant=self._tenant, session=key, lora_request=lora_request
+            )
             self._outputs.register(request_id, [])
         return request_id
 
@@ -242,31 +267,48 @@ class SessionHandle:
             addition = reader.read(given, tail, tools=tools, chat_template_kwargs=chat_template_kwargs)
             length = keeper.get(self._key).num_tokens
             reader.check_room(length, addition)
-            info = keeper.append(self._key, addition.tokens, at=length - addition.drop if addition.drop else None)
+            at, media = length - addition.drop if addition.drop else None, stored_media(addition.media)
+            info = keeper.append(self._key, addition.tokens, at=at, media=media)
+            if addition.media is not None:
+                self._sessions.items.add(self._key, addition.media.items)
         self._tools = tools if tools is not None else self._tools
         return info
 
     def generate(
-        self, params: SamplingParams | None = None, *, tools: Sequence[Any] | None = None, use_tqdm: bool = False
+        self,
+        params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Any] | None = None,
+        use_tqdm: bool = False,
+        lora_request: LoRAChoice = None,
     ) -> RequestOutput:
-        """One turn: generate a continuation and append it. If it calls one of `tools`, the session is suspended."""
-        outputs = self._turn(params, RequestOutputKind.FINAL_ONLY, tools)
+        """One turn: generate a continuation and append it. If it calls one of `tools`, the session is suspended.
+        `lora_request`: the adapters of this turn."""
+        outputs = self._turn(params, RequestOutputKind.FINAL_ONLY, tools, lora_request)
         with Progress(1, enabled=use_tqdm) as progress:
             (output,) = outputs
             progress.finished(output)
         return output
 
     def stream(
-        self, params: SamplingParams | None = None, *, tools: Sequence[Any] | None = None
+        self,
+        params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Any] | None = None,
+        lora_request: LoRAChoice = None,
     ) -> Iterator[RequestOutput]:
         """As `generate`, streamed. Leaving the loop early aborts the turn, and the session is as it was before."""
-        return self._turn(params, None, tools)
+        return self._turn(params, None, tools, lora_request)
 
     def _turn(
-        self, params: SamplingParams | None, kind: RequestOutputKind | None, tools: Sequence[Any] | None
+        self,
+        params: SamplingParams | None,
+        kind: RequestOutputKind | None,
+        tools: Sequence[Any] | None,
+        lora_request: LoRAChoice,
     ) -> Iterator[RequestOutput]:
         self._tools = tools if tools is not None else self._tools
-        outputs = self._outputs(self._sessions.begin(self._key, params, kind))
+        outputs = self._outputs(self._sessions.begin(self._key, params, kind, lora_request))
         next(outputs)  # enters the `with`: a stream that is dropped unread aborts its turn too
         return outputs
 

@@ -49,7 +49,8 @@ def _refused(instead: str) -> Variable:
     return Variable(instead=instead)
 
 
-_ADAPTERS = "quire has no adapters (LoRA); unset it, and merge the adapter into the model's weights"
+_ADAPTERS = "unset it, and name the folders of adapters with --allowed-lora-path"
+_RESOLVERS = "quire looks for no adapters by itself; unset it, and load them by name"
 _NODES = "use --data-parallel-size: quire starts its engines itself"
 
 VARIABLES = {
@@ -65,8 +66,8 @@ VARIABLES = {
     "VLLM_PLUGINS": _refused("quire runs none of vLLM's plugins; unset it"),
     "VLLM_TEST_FORCE_LOAD_FORMAT": _refused("use --load-format"),
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING": _refused(_ADAPTERS),
-    "VLLM_LORA_RESOLVER_CACHE_DIR": _refused(_ADAPTERS),
-    "VLLM_LORA_RESOLVER_HF_REPO_LIST": _refused(_ADAPTERS),
+    "VLLM_LORA_RESOLVER_CACHE_DIR": _refused(_RESOLVERS),
+    "VLLM_LORA_RESOLVER_HF_REPO_LIST": _refused(_RESOLVERS),
     "VLLM_SKIP_MODEL_NAME_VALIDATION": Variable("accept_any_model_name", _switch),
     "VLLM_ENABLE_COHERE_API": _refused("quire has no /cohere routes; unset it"),
     "VLLM_GPT_OSS_HARMONY_SYSTEM_INSTRUCTIONS": _refused("it changes the prompt of gpt-oss; unset it"),

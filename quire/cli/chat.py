@@ -8,7 +8,9 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from quire.cli.adapters import add_lora_flag, lora_requests
 from quire.cli.engine_flags import add_common, add_engine_flags, add_model, engine_settings, flag
+from quire.cli.images import image_part
 from quire.cli.parser import Parser
 from quire.cli.sampling_flags import ONLY_FOR_BATCHES, add_sampling_flags, given_sampling, sampling_params
 from quire.cli.terminal import say, use_line_editing
@@ -30,6 +32,7 @@ EXAMPLES = """
   quire chat
   quire chat qwen3-0.6b --system "Answer in one sentence."
   quire chat ./my-model --temperature 0
+  quire chat qwen3-0.6b --lora ./my-adapter
   quire chat --url http://gpu1:8000
   printf 'Who was Ada Lovelace?\\nWhen did she live?\\n' | quire chat --max-tokens 60
 """
@@ -37,6 +40,7 @@ COMMANDS = {
     "/help": "this list",
     "/reset": "forget the conversation",
     "/system TEXT": "set the system prompt; without TEXT, show it",
+    "/image PATH": "add an image to the next question",
     "/stats": "metrics of the engine, or of this conversation with --url",
     "/exit": "exit (or Ctrl-D, or Ctrl-C at the prompt)",
 }
@@ -63,6 +67,7 @@ def configure(parser: Parser) -> None:
         without=ONLY_FOR_BATCHES,
         note="Models without defaults get temperature 0.7 and top-p 0.9. Replies may fill the context.",
     )
+    add_lora_flag(parser)
     add_engine_flags(parser)
     add_common(parser)
 
@@ -78,11 +83,12 @@ def run(args: argparse.Namespace) -> int:
         args.parser.error("--api-key needs --url: a local model has no API key")
     interactive = sys.stdin.isatty()
     settings = engine_settings(args)
+    adapters = lora_requests(args, settings)
     if interactive:
         say("loading the model …")
     with LLM(**settings) as llm:
         _need_template(llm)
-        conversation = LocalConversation(llm, _params(args, llm), args.system)
+        conversation = LocalConversation(llm, _params(args, llm), args.system, adapters)
         if interactive:
             _print_greeting(llm)
         return _chat(args, conversation, interactive)
@@ -98,6 +104,8 @@ def _run_remote(args: argparse.Namespace) -> int:
         args.parser.error(
             f"{flag(next(iter(settings)))} is for a local model; with --url the server has its own setting"
         )
+    if args.lora:
+        args.parser.error("--lora is for a local model; with --url give the adapter's name as the model")
     fields = given_sampling(args)
     if fields.get("max_tokens") == -1:
         del fields["max_tokens"]
@@ -188,9 +196,22 @@ def _run_command(conversation: Conversation, line: str) -> bool:
         if rest.strip():
             conversation.system = rest.strip()
         say(f"system prompt: {conversation.system or '(the template’s own)'}")
+    elif name == "/image":
+        return _add_image(conversation, rest.strip())
     elif name == "/stats":
         say(conversation.engine_stats())
     else:
         say(f"unknown command {name}; /help lists the commands")
         return False
+    return True
+
+
+def _add_image(conversation: Conversation, path: str) -> bool:
+    try:
+        conversation.images.append(image_part(path))
+    except QuireError as error:
+        say(f"quire: {error}")
+        return False
+    count = len(conversation.images)
+    say(f"the next question has {count} image{'' if count == 1 else 's'}")
     return True

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from quire.cli.images import with_images
 from quire.cli.terminal import table
 from quire.errors import CacheTooSmallError, ValidationError
 
 if TYPE_CHECKING:  # `quire chat --url` needs no engine, and so no torch
     from quire.api.llm import LLM, Message
+    from quire.messages.lora import LoRARequest
     from quire.messages.outputs import RequestOutput
     from quire.messages.sampling import SamplingParams
 
@@ -18,21 +20,33 @@ if TYPE_CHECKING:  # `quire chat --url` needs no engine, and so no torch
 class LocalConversation:
     """The messages so far. Each question submits all of them; the prefix cache makes the old ones cheap."""
 
-    def __init__(self, llm: LLM, params: SamplingParams, system: str | None = None) -> None:
+    def __init__(
+        self,
+        llm: LLM,
+        params: SamplingParams,
+        system: str | None = None,
+        adapters: Sequence[LoRARequest] | None = None,
+    ) -> None:
         self.system = system
+        self._adapters = adapters
         self._llm = llm
         self._params = params
         self._messages: list[Message] = []
+        self.images: list[Message] = []
+        """Parts of the next question."""
 
     def reset(self) -> None:
         """Forget all messages; the system prompt stays."""
-        self._messages = []
+        self._messages, self.images = [], []
 
     def ask(self, question: str) -> Reply:
         """Print the reply as it arrives. A question without a reply is not kept."""
-        message: Message = {"role": "user", "content": question}
+        message: Message = {"role": "user", "content": with_images(question, self.images)}
+        self.images = []
         try:
-            stream = self._llm.chat_stream([*self._opening(), *self._messages, message], self._params)
+            stream = self._llm.chat_stream(
+                [*self._opening(), *self._messages, message], self._params, lora_request=[self._adapters]
+            )
         except (CacheTooSmallError, ValidationError) as error:
             if isinstance(error, CacheTooSmallError) or error.parameter == "prompt":
                 raise CacheTooSmallError(f"the conversation is too long: {error}. /reset starts a new one") from error

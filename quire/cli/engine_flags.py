@@ -11,7 +11,7 @@ from typing import Any
 
 from quire import vllm_arguments
 from quire.api import compat
-from quire.cli.values import as_log_level, json_object, size, size_or_auto
+from quire.cli.values import as_log_level, counts_by_name, json_object, size, size_or_auto
 from quire.config import EngineConfig
 from quire.errors import ConfigError
 from quire.vllm_arguments import (
@@ -25,7 +25,10 @@ from quire.vllm_arguments import (
     check_argument,
 )
 
-SIZES = {"max_model_len": size_or_auto, "max_num_batched_tokens": size, "kv_cache_memory_bytes": size}
+SIZES = {
+    "max_model_len": size_or_auto, "max_num_batched_tokens": size, "kv_cache_memory_bytes": size,
+    "max_image_bytes": size, "max_decode_bytes": size,
+}  # fmt: skip
 """Fields that take suffixes: 4K, 2G."""
 LOG_LEVELS = ("debug", "info", "warning", "error")
 SHORT = {
@@ -51,7 +54,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
         "named_model",
         nargs="?",
         metavar="MODEL",
-        help=f"Hub id, folder, .gguf file or alias (default: {EngineConfig.model})",
+        help=f"Hub id, folder, .gguf file, bundle or alias (default: {EngineConfig.model})",
     )
 
 
@@ -67,7 +70,8 @@ def add_engine_flags(parser: argparse.ArgumentParser, only: Collection[str] = ()
         for name in SPECULATION:
             parser.add_argument(flag(name), dest=name, type=int if name == "spec_tokens" else str, **hidden)
         for name in (*RENAMED, "rope_theta"):
-            parser.add_argument(flag(name), dest=name, type=float, **hidden)
+            kind: dict[str, Any] = {"nargs": "+"} if name == "allowed_media_domains" else {"type": float}
+            parser.add_argument(flag(name), dest=name, **kind, **hidden)
 
 
 def add_config_flags(
@@ -174,7 +178,8 @@ def _argument_options(
     elif float in kinds:
         options |= {"type": float, "metavar": "X"}
     elif any(typing.get_origin(each) is not None and issubclass(typing.get_origin(each), Mapping) for each in kinds):
-        options |= {"type": json_object, "metavar": "JSON"}
+        reader = counts_by_name if field.name == "limit_mm_per_prompt" else json_object
+        options |= {"type": reader, "metavar": "JSON"}
     else:
         options["metavar"] = "NAME"
     options["help"] = (field.metadata["help"] + extra + default_note(field.default)).replace("%", "%%")

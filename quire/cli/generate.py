@@ -5,18 +5,23 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import asdict
 
+from quire.cli.adapters import add_lora_flag, lora_requests
 from quire.cli.engine_flags import add_common, add_engine_flags, engine_settings
+from quire.cli.images import image_part, with_images
 from quire.cli.parser import Parser
 from quire.cli.sampling_flags import add_sampling_flags, sampling_params
 from quire.cli.terminal import say
 from quire.errors import ValidationError
 
 if TYPE_CHECKING:
+    from quire.api.inputs import PromptType
     from quire.api.llm import LLM, Message
+    from quire.messages.lora import LoRARequest
     from quire.messages.outputs import CompletionOutput, RequestOutput
     from quire.messages.sampling import SamplingParams
 
@@ -27,6 +32,7 @@ EXAMPLES = """
   quire generate "The capital of France is" --temperature 0 --max-tokens 8
   quire generate "Once upon a time" --n 3 --seed 7
   quire generate "One prompt" "Another" --json | jq -r '.outputs[0].text'
+  quire generate "What is in the picture?" --chat --image cat.png --model qwen2.5-vl-3b
   cat question.txt | quire generate - --chat --model qwen3-0.6b
 """
 MAX_TOKENS = 128
@@ -39,8 +45,14 @@ def configure(parser: Parser) -> None:
     how = parser.add_argument_group("prompts and output")
     how.add_argument("--chat", action="store_true", help="each prompt is a question: use the model's chat template")
     how.add_argument("--system", metavar="TEXT", help="system prompt, with --chat")
+    how.add_argument(
+        "--image", metavar="FILE", action="append", default=[],
+        help="an image of every question, with --chat; may be given several times. Without --chat, prompts have the "
+        "model's own placeholders",
+    )  # fmt: skip
     how.add_argument("--json", action="store_true", help="one line of JSON per prompt, with token ids and logprobs")
     add_sampling_flags(parser, note=f"max-tokens is {MAX_TOKENS}; -1: as many as the context allows.")
+    add_lora_flag(parser)
     add_engine_flags(parser)
     add_common(parser)
 
@@ -52,12 +64,20 @@ def run(args: argparse.Namespace) -> int:
     if args.system is not None and not args.chat:
         args.parser.error("--system needs --chat: a plain prompt has no system message")
     prompts = [_read(prompt) for prompt in args.prompts]
-    with LLM(**engine_settings(args)) as llm:
+    settings = engine_settings(args)
+    adapters = lora_requests(args, settings)
+    with LLM(**settings) as llm:
         params = sampling_params(args, llm.get_default_sampling_params(), max_tokens=MAX_TOKENS)
-        conversations = [_conversation(prompt, args.system) for prompt in prompts] if args.chat else None
+        images = [image_part(file) for file in args.image] if args.chat else []
+        conversations = [_conversation(prompt, args.system, images) for prompt in prompts] if args.chat else None
+        given = [_with_files(prompt, args.image) for prompt in prompts]
         if len(prompts) == 1 and params.n == 1 and not args.json:
-            return _stream(llm, prompts[0], conversations, params)
-        outputs = llm.generate(prompts, params) if conversations is None else llm.chat(conversations, params)
+            return _stream(llm, given[0], conversations, params, adapters)
+        loras = [adapters] * len(prompts)
+        if conversations is None:
+            outputs = llm.generate(given, params, lora_request=loras)
+        else:
+            outputs = llm.chat(conversations, params, lora_request=loras)
     for prompt, output in zip(prompts, outputs, strict=True):
         if args.json:
             print(json.dumps(_as_dict(prompt, output), ensure_ascii=False))
@@ -73,16 +93,29 @@ def _read(prompt: str) -> str:
     return text
 
 
-def _conversation(prompt: str, system: str | None) -> list[Message]:
-    opening = [{"role": "system", "content": system}] if system else []
-    return [*opening, {"role": "user", "content": prompt}]
+def _conversation(prompt: str, system: str | None, images: list[dict[str, Any]]) -> list[Message]:
+    opening: list[Message] = [{"role": "system", "content": system}] if system else []
+    return [*opening, {"role": "user", "content": with_images(prompt, images)}]
 
 
-def _stream(llm: LLM, prompt: str, conversations: list[list[Message]] | None, params: SamplingParams) -> int:
+def _with_files(prompt: str, images: list[str]) -> PromptType:
+    return {"prompt": prompt, "multi_modal_data": {"image": list(map(Path, images))}} if images else prompt
+
+
+def _stream(
+    llm: LLM,
+    prompt: PromptType,
+    conversations: list[list[Message]] | None,
+    params: SamplingParams,
+    adapters: list[LoRARequest] | None,
+) -> int:
     from quire.messages.sampling import RequestOutputKind
 
     params.output_kind = RequestOutputKind.DELTA
-    outputs = llm.stream(prompt, params) if conversations is None else llm.chat_stream(conversations[0], params)
+    if conversations is None:
+        outputs = llm.stream(prompt, params, lora_request=[adapters])
+    else:
+        outputs = llm.chat_stream(conversations[0], params, lora_request=[adapters])
     error = None
     for output in outputs:
         print(output.outputs[0].text, end="", flush=True)

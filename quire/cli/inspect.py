@@ -165,14 +165,21 @@ def _print_json(config: EngineConfig) -> int:
 
 
 def _file_rows(files: ModelFiles) -> list[tuple[str, str]]:
+    from quire.loading.bundle import locate, read_bundle
+
     rows = [("path", str(files.path))]
+    if files.bundle is not None:
+        bundle = read_bundle(files.bundle)
+        bundle.check()
+        manifest = bundle.manifest
+        rows.append(("bundle", f"{manifest['model']}, written by quire {manifest['quire']}; all digests match"))
     paths = files.weight_files(files.kind) if files.kind else ()
     if not paths:
         return [*rows, ("weights", "none")]
-    total = readable_bytes(sum(path.stat().st_size for path in paths))
+    total = readable_bytes(sum(locate(path).size for path in paths))
     rows.append(("weights", f"{files.kind}, {len(paths)} file{'s' if len(paths) > 1 else ''}, {total}"))
     if len(paths) > 1:
-        rows += [("", f"{path.name}  {readable_bytes(path.stat().st_size)}") for path in paths]
+        rows += [("", f"{path.name}  {readable_bytes(locate(path).size)}") for path in paths]
     return rows
 
 

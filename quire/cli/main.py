@@ -11,6 +11,7 @@ from importlib import import_module
 from quire import __version__
 from quire.cli.parser import Parser
 from quire.errors import QuireError
+from quire.resource_limits import out_of_memory_reason
 
 COMMANDS = {
     "serve": "serve a model over HTTP with OpenAI's API",
@@ -21,6 +22,7 @@ COMMANDS = {
     "simulate": "predict throughput and latency of a load on a fleet, without a device",
     "calibrate": "measure how long steps take on this device, for simulate",
     "pull": "download a model and print where it is",
+    "bundle": "write a model into one file that needs no network",
     "inspect": "describe a model and the memory it needs, or show the memory of a server",
     "top": "watch a server: rates, rows, blocks, and why requests wait",
     "quantize": "write a model's checkpoint in few bits",
@@ -78,6 +80,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         if debug:
             raise
+        if reason := out_of_memory_reason(error):
+            _print_error(f"error: {reason}")
+            return BAD_INPUT
         _print_error(f"unexpected error: {type(error).__name__}: {error} (--debug shows where)")
         return UNEXPECTED
 

@@ -29,11 +29,12 @@ def configure(parser: Parser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Find or download the model and print its path."""
     from quire.config import EngineConfig
+    from quire.loading.bundle import locate
     from quire.loading.hub import find_model
 
     config = EngineConfig(**engine_settings(args))
     files = find_model(config)
     weights = files.weight_files(files.kind) if files.kind else ()
-    say(f"{config.model}: {files.kind or 'no'} weights, {readable_bytes(sum(path.stat().st_size for path in weights))}")
+    say(f"{config.model}: {files.kind or 'no'} weights, {readable_bytes(sum(locate(path).size for path in weights))}")
     print(files.path)
     return 0

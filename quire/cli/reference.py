@@ -31,6 +31,7 @@ GROUPS = {
     "device": "Device and parallelism",
     "memory": "KV cache",
     "scheduling": "Scheduling",
+    "adapters": "Adapters",
     "logging": "Logging",
     "listening": "Address",
     "access": "Access",

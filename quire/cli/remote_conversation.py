@@ -22,6 +22,7 @@ from quire.cli.bench.load.client import (
     read_chunk,
 )
 from quire.cli.conversation import Reply
+from quire.cli.images import with_images
 from quire.cli.terminal import dim, table
 from quire.errors import QuireError
 
@@ -43,6 +44,8 @@ class RemoteConversation:
         self.url = url.rstrip("/").removesuffix("/v1")
         self._fields = fields
         self._messages: list[dict[str, Any]] = []
+        self.images: list[dict[str, Any]] = []
+        """Parts of the next question."""
         self._replies: list[Reply] = []
         try:
             self._client = httpx.Client(
@@ -60,11 +63,12 @@ class RemoteConversation:
 
     def reset(self) -> None:
         """Forget all messages; the system prompt stays."""
-        self._messages = []
+        self._messages, self.images = [], []
 
     def ask(self, question: str) -> Reply:
         """Print the reply as it arrives. A question without a reply is not kept."""
-        message = {"role": "user", "content": question}
+        message = {"role": "user", "content": with_images(question, self.images)}
+        self.images = []
         opening = [{"role": "system", "content": self.system}] if self.system else []
         body = {
             "model": self.model,

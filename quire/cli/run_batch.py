@@ -41,7 +41,8 @@ EXAMPLES = """
   cat in.jsonl | quire run-batch -i - -o - > out.jsonl
 """
 SERVER_SETTINGS = (
-    "served_model_name", "accept_any_model_name", "enable_auto_tool_choice", "tool_call_parser", "enable_tool_preamble",
+    "served_model_name", "lora_modules", "accept_any_model_name", "enable_auto_tool_choice", "tool_call_parser",
+    "enable_tool_preamble",
     "reasoning_parser", "exclude_tools_when_tool_choice_none", "trust_request_chat_template",
     "default_chat_template_kwargs", "max_samples", "max_prompts", "request_timeout",
 )  # fmt: skip
@@ -73,6 +74,7 @@ def run(args: argparse.Namespace) -> int:
     """Run the file."""
     from quire.api.async_llm import AsyncLLM
     from quire.cli.batch.files import BatchInput, BatchOutput
+    from quire.server.serve import check_modules, load_modules
 
     key = secrets.token_hex(16)  # independent of API keys in the environment
     environment = vllm_environment.read(os.environ)
@@ -89,10 +91,12 @@ def run(args: argparse.Namespace) -> int:
         **given,
     )
     engine = EngineConfig(**environment.of(EngineConfig) | engine_settings(args))
+    check_modules(engine, config)
     with BatchInput(args.input_file) as source, BatchOutput(args.output_file, args.overwrite) as output:
         say("loading the model …")
         llm = AsyncLLM.from_config(engine, spares_torch=True)
         try:
+            load_modules(llm, config)
             batch, was_stopped = asyncio.run(_run_batch(llm, config, key, args.max_concurrency, source, output))
         finally:
             llm.shutdown()

@@ -184,6 +184,7 @@ def banner_rows(server: ServerContext, url: str) -> list[tuple[str, str]]:
         *([("fronts", f"{count} processes")] if (count := front_count(server.config)) > 1 else []),
         ("API keys", "required" if server.keys else "none: anyone who can reach the address can use it"),
         ("address", f"{url}/v1" if url.startswith("http") else url),
+        *([("page", f"{url}/")] if server.config.page and url.startswith("http") else []),
         ("ready in", f"{info.start_seconds:.1f} s"),
     ]
 

@@ -47,6 +47,8 @@ class Snapshot:
     at: float
     stats: dict[str, Any]
     memory: MemoryMap
+    frame: dict[str, Any]
+    """A frame of the page's feed."""
 
     def value(self, name: str) -> float:
         """A metric of all engines together."""
@@ -89,7 +91,9 @@ def take(args: argparse.Namespace) -> Snapshot:
     memory = MemoryMap.from_json(
         get(args.url, key, "/admin/memory", {"replica": args.replica}), f"what {args.url} sent"
     )
-    return Snapshot(time.monotonic(), stats, memory)
+    events = get(args.url, key, "/admin/feed", {"replica": args.replica, "frames": 1})
+    frame = msgspec.json.decode(events.partition(b"data: ")[2] or b"{}")
+    return Snapshot(time.monotonic(), stats, memory, frame)
 
 
 def draw(before: Snapshot, now: Snapshot, console: Console, where: str) -> RenderableType:
@@ -126,6 +130,24 @@ def _rates(before: Snapshot, now: Snapshot) -> RenderableType:
     running, waiting = now.value("num_requests_running"), now.value("num_requests_waiting")
     grid.add_row("requests", f"{running:.0f} running, {waiting:.0f} waiting")
     grid.add_row("prefix cache", f"{100 * hits / queried:.0f}% of prompt tokens found" if queried > 0 else "no prompts")
+    if "quire:power_watts" in now.stats["engine"]:
+        kind = ", estimated" if now.value("energy_estimated") else ""
+        budget, held = now.value("power_budget_watts"), rate("energy_held_seconds")
+        of = f" of a budget of {budget:g} W" if budget else ""
+        watts = rate("energy_joules")
+        tokens = rate("generation_tokens")
+        each = f"; {watts / tokens:.3g} J a token out" if tokens else ""
+        paced = f"; steps held back {100 * held:.0f}% of the time" if held else ""
+        grid.add_row("power", f"{watts:.1f} W{of}{kind}{each}{paced}")
+    if (latency := now.frame.get("latency")) is not None and latency["first_median"]:
+        first, after = latency["first_median"], latency["token_median"]
+        grid.add_row(
+            "latency", f"first token {first:.0f} ms (95%: {latency['first_p95']:.0f}), then {after:.1f} ms a token"
+        )
+    if steps := now.frame.get("steps"):
+        number, _, took, decodes, prompts, computed, drafts = steps[-1]
+        what = f"{decodes} decodes, {prompts} prompts ({computed} tokens), {drafts} drafts in {took:.1f} ms"
+        grid.add_row("last step", f"{number}: {what}")
     if (speculation := now.stats.get("speculation")) is not None:
         grid.add_row("drafts", f"{speculation['tokens_per_draw']:.2f} tokens a draw that verified drafts")
     return grid

@@ -42,6 +42,16 @@ def json_object(text: str) -> dict[str, Any]:
     return value
 
 
+def counts_by_name(text: str) -> dict[str, Any]:
+    """A JSON object of numbers, or image=4,video=1."""
+    if text.startswith("{") or "=" not in text:
+        return json_object(text)
+    try:
+        return {name: int(count) for name, _, count in (pair.partition("=") for pair in text.split(","))}
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: counts must be integers, as in image=4,video=1") from None
+
+
 def token_biases(text: str) -> dict[int, float]:
     """A JSON object whose keys are token ids."""
     try:

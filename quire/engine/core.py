@@ -7,6 +7,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+from quire.engine.energy import EngineEnergy, NoEnergy
+from quire.engine.engine_view import view_engine
 from quire.engine.grammar.grammars import Grammars, Unavailable
 from quire.engine.grammar.wire import DEAD_END
 from quire.engine.memory_map import map_memory
@@ -25,6 +27,7 @@ from quire.errors import (
     ValidationError,
 )
 from quire.executor.base import Executor
+from quire.messages.engine_view import EngineView
 from quire.messages.experts import Rebalanced
 from quire.messages.memory_map import MemoryMap
 from quire.messages.outputs import Key, StepOutputs
@@ -54,12 +57,14 @@ class EngineCore:
         grammars: Grammars | None = None,
         make_sessions: Callable[[], SessionKeeper] | None = None,
         memory: MemoryWatch | None = None,
+        energy: EngineEnergy | NoEnergy | None = None,
     ) -> None:
         """`grammars`: constrain structured outputs; without them such requests are refused. `make_sessions`: called
         when a session is used for the first time. `memory`: measures bytes; without it, steps that ran out of memory
-        are made smaller for a while."""
+        are made smaller for a while. `energy`: measures joules, and may hold steps back."""
         self.scheduler = scheduler
         self.memory = memory or MemoryWatch(scheduler)
+        self._energy = energy or NoEnergy()
         self._make_sessions = make_sessions
         self._grammars = grammars or NoGrammars()
         scheduler.requests.on_structured_end = self._grammars.forget
@@ -99,6 +104,7 @@ class EngineCore:
                 raise
         if request.drawn:
             self.scheduler.requests.finish_complete(request.id)
+        self._energy.arrived()
 
     def abort(self, request_id: str, reason: str = "abort") -> None:
         """End a request at any moment. Its blocks are free when this returns."""
@@ -127,7 +133,7 @@ class EngineCore:
         None: not before there is work."""
         if self.has_work:
             return None
-        pauses = (self._check_ranks(), self.scheduler.sessions.tick_idle())
+        pauses = (self._check_ranks(), self.scheduler.sessions.tick_idle(), self._energy.tick_idle())
         return min((seconds for seconds in pauses if seconds is not None), default=None)
 
     def _check_ranks(self) -> float | None:
@@ -152,6 +158,7 @@ class EngineCore:
             self.pipeline_depth
             and not self._launched
             and not self.death
+            and not self._energy.hold()
             and (plan := self.scheduler.schedule()) is not None
         ):
             self._launch(plan)
@@ -161,6 +168,8 @@ class EngineCore:
         if self.death and self.scheduler.unfinished:
             raise EngineDeadError(self.death)
         self.memory.tick()
+        if self._energy.is_on and (seconds := self._energy.hold()):
+            return self._hold_back(seconds)
         if self._grammars.is_active:
             self._admit_compiled()
             if not self._launched:
@@ -173,7 +182,21 @@ class EngineCore:
         if self._launched and (plan is None or len(self._launched) > self.pipeline_depth):
             self._collect()
         self._info.tick()
-        return self.scheduler.take_outputs()
+        return self._take_outputs()
+
+    def _take_outputs(self) -> StepOutputs:
+        outputs = self.scheduler.take_outputs()
+        if self._energy.is_on:
+            self._energy.finish(outputs)
+        return outputs
+
+    def _hold_back(self, seconds: float) -> StepOutputs:
+        """To save energy no step is launched yet: collect what is in flight, or sleep."""
+        if self._launched:
+            self._collect()
+        elif not self.scheduler.has_outputs:
+            self._energy.wait(min(seconds, WAIT_SECONDS), self.wakes)
+        return self._take_outputs()
 
     def _wait(self) -> None:
         """Nothing to launch or collect: sleep until a grammar is compiled or a disk transfer is done."""
@@ -198,6 +221,8 @@ class EngineCore:
             logger.debug("%s", self.scheduler.stats.describe_step())
         self._watchdog.begin(plan)
         try:
+            if self._energy.is_on:
+                self._energy.launched()
             self._launched.append((plan, self._executor.submit(plan)))
         except StepError as error:
             self._recover(error, plan)
@@ -217,6 +242,8 @@ class EngineCore:
         else:
             if self._grammars.is_active:
                 self._grammars.note_proposed(self.scheduler.draws_of(plan.step), result.drafts)
+            if self._energy.is_on:
+                self._energy.collected(self.scheduler.computed_in(plan.step), plan.counts.tolist(), plan.num_decodes)
             self.scheduler.update(result)
             if self._grammars.is_active:
                 self._grammars.advance()
@@ -294,6 +321,7 @@ class EngineCore:
     def _recover(self, error: StepError, plan: StepPlan) -> None:
         """A failed step leaves unknown state on the device: drop what is in flight, start again from known tokens."""
         self._launched.clear()
+        self._energy.forget_in_flight()
         if isinstance(error, DeviceLostError):
             self._die(error, plan)
         logger.error("a step failed: %s; every request starts again from the tokens it has", error)
@@ -338,11 +366,16 @@ class EngineCore:
         """The engine's metrics now."""
         experts = expert_metrics(self._executor.expert_counts(), self._executor.balance)
         scheduled = scheduler_metrics(self.scheduler, self.compiling, self._grammars.compile_times)
-        return [*scheduled, *memory_metrics(self.memory, self.scheduler.budget), *experts]
+        memory = memory_metrics(self.memory, self.scheduler.budget)
+        return [*scheduled, *memory, *experts, *self._energy.metrics()]
 
     def memory_map(self, block_bytes: int) -> MemoryMap:
         """The use of memory in every tier now. `block_bytes`: size of a block on the device."""
         return map_memory(self.scheduler, self._executor.expert_counts(), block_bytes)
+
+    def view(self) -> EngineView:
+        """What the page shows of the engine now."""
+        return view_engine(self.scheduler, self.compiling)
 
     def shutdown(self) -> None:
         """End everything that is unfinished and free the memory."""
@@ -354,3 +387,4 @@ class EngineCore:
             self.scheduler.close()
             self._grammars.shutdown()
             self._executor.shutdown()
+            self._energy.close()

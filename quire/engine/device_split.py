@@ -30,6 +30,10 @@ def replica_config(config: EngineConfig, replica: int) -> EngineConfig:
         "swap_space": config.swap_space / replicas,
         "kv_disk_size": config.kv_disk_size / replicas,
     }
+    if config.power_budget is not None:
+        share["power_budget"] = config.power_budget / replicas
+    if config.energy_meter == "auto":
+        share["energy_meter"] = "own"
     if shares_gpu():
         share["gpu_memory_utilization"] = config.gpu_memory_utilization / replicas
     if config.kv_disk is not None:

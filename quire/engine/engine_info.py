@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from quire.kvcache.prefix_cache import ContentKeys
 from quire.loading.files import ModelFiles
 from quire.loading.model_config import ModelConfig
+from quire.messages.media import EncoderLimits
 
 if TYPE_CHECKING:
     from quire.worker.memory import MemoryPlan
@@ -33,6 +34,8 @@ class EngineInfo:
     kv_bytes: int
     start_seconds: float
     keys: ContentKeys
+    encoder: EncoderLimits = field(default_factory=EncoderLimits)
+    """What requests may have beside token ids."""
     memory: MemoryPlan | None = None
     """Where the memory of the (first) device went; None for an engine in another process."""
 

@@ -14,8 +14,10 @@ from quire.engine.session_calls import SessionAnswer, SessionOp
 from quire.engine.stats import Metric
 from quire.errors import ValidationError
 from quire.executor.child import ChildContext, ChildLink, RelayedLog
+from quire.messages.engine_view import BlockDetail, EngineView, RequestTimeline
 from quire.messages.experts import Rebalanced
 from quire.messages.frames import LARGEST, frame
+from quire.messages.media import EncoderLimits, decode_array, encode_array
 from quire.messages.memory_map import MemoryMap
 from quire.messages.outputs import Key, StepOutputs
 from quire.messages.request import NewRequest
@@ -83,6 +85,26 @@ class GetMemoryMap(msgspec.Struct, tag=True):
     """Bytes of a block on the device."""
 
 
+class GetView(msgspec.Struct, tag=True):
+    """What the page shows of the engine now. Answered by `ViewReport`."""
+
+    question: int
+
+
+class GetTimeline(msgspec.Struct, tag=True):
+    """What happened to a recent request. Answered by `ViewReport`, with nothing if it is not known."""
+
+    question: int
+    id: str
+
+
+class GetBlock(msgspec.Struct, tag=True):
+    """What uses a block. Answered by `ViewReport`."""
+
+    question: int
+    block: int
+
+
 class SessionCall(msgspec.Struct, tag=True):
     """A session operation. Answered by `SessionReply` once it is durable."""
 
@@ -109,8 +131,8 @@ class ShutdownEngine(msgspec.Struct, tag=True):
 
 
 Down = Union[
-    StartEngine, Add, Abort, Finish, ResetPrefixCache, Ping, GetStats, GetMemoryMap, SessionCall, Wake,
-    RebalanceExperts, ShutdownEngine,
+    StartEngine, Add, Abort, Finish, ResetPrefixCache, Ping, GetStats, GetMemoryMap, GetView, GetTimeline, GetBlock,
+    SessionCall, Wake, RebalanceExperts, ShutdownEngine,
 ]  # fmt: skip
 
 
@@ -133,6 +155,8 @@ class EngineReady(msgspec.Struct, tag=True):
     start_seconds: float
     key_root: bytes
     """The parent of first blocks' content keys."""
+    encoder: EncoderLimits = EncoderLimits()
+    """What requests may have beside token ids."""
 
 
 def ready_message(info: EngineInfo) -> EngineReady:
@@ -150,6 +174,7 @@ def ready_message(info: EngineInfo) -> EngineReady:
         kv_bytes=info.kv_bytes,
         start_seconds=info.start_seconds,
         key_root=info.keys.root(),
+        encoder=info.encoder,
     )
 
 
@@ -195,6 +220,15 @@ class MemoryReport(msgspec.Struct, tag=True):
     """Why there is no result."""
 
 
+class ViewReport(msgspec.Struct, tag=True):
+    """Answers `GetView`, `GetTimeline` and `GetBlock`."""
+
+    question: int
+    answer: Union[EngineView, RequestTimeline, BlockDetail, None] = None
+    refused: RequestRefused | None = None
+    """Why there is no result."""
+
+
 class ResetReport(msgspec.Struct, tag=True):
     """Answers `ResetPrefixCache`."""
 
@@ -227,12 +261,12 @@ class Died(msgspec.Struct, tag=True):
 
 
 Up = Union[
-    EngineReady, Outputs, RequestRefused, HealthReport, StatsReport, MemoryReport, ResetReport, RebalanceReport,
-    SessionReply, RelayedLog, Died,
+    EngineReady, Outputs, RequestRefused, HealthReport, StatsReport, MemoryReport, ViewReport, ResetReport,
+    RebalanceReport, SessionReply, RelayedLog, Died,
 ]  # fmt: skip
 
-_encoder = msgspec.msgpack.Encoder()
-_down_decoder = msgspec.msgpack.Decoder(Down)
+_encoder = msgspec.msgpack.Encoder(enc_hook=encode_array)
+_down_decoder = msgspec.msgpack.Decoder(Down, dec_hook=decode_array)
 _up_decoder = msgspec.msgpack.Decoder(Up)
 
 

@@ -79,9 +79,9 @@ def map_memory(scheduler: Scheduler, experts: Mapping[int, Sequence[int]], block
         sharing=_sharing(pool, held_by, [*saving, *loading]),
         owners=_owners([owner for owner in owners if owner is not None], len(requests), explain_waiting(scheduler)),
         transfers=TransferCounts(out=len(saving), back=len(loading), writes=0 if tiers is None else tiers.num_writes),
-        pressure=_pressure(scheduler),
-        host=None if tiers is None else _host(tiers),
-        disk=None if tiers is None or tiers.store is None else _disk(tiers.store.stats()),
+        pressure=pressure_levels(scheduler),
+        host=None if tiers is None else host_blocks(tiers),
+        disk=None if tiers is None or tiers.store is None else disk_blocks(tiers.store.stats()),
         sleeping=_sleeping(sessions, tiers) if isinstance(sessions, SessionKeeper) else None,
         experts=[ExpertLoad(layer=layer, chosen=list(chosen)) for layer, chosen in experts.items()],
         groups=_groups(scheduler.tables, [*requests, *on_device], table.states.page_refs()),
@@ -209,18 +209,18 @@ def _owners(owners: list[Owner], num_requests: int, queue: list[WaitingRequest])
 # Lower tiers
 
 
-def _pressure(scheduler: Scheduler) -> Pressure:
+def pressure_levels(scheduler: Scheduler) -> Pressure:
     levels = scheduler.pressure
     levels.update(scheduler.tables.pool, scheduler.requests.swapper)  # an idle engine does not update them
     return Pressure(device=levels.device, host=levels.host, disk=levels.disk)
 
 
-def _host(tiers: OffloadManager) -> HostBlocks:
+def host_blocks(tiers: OffloadManager) -> HostBlocks:
     host = tiers.host
     return HostBlocks(slots=host.num_slots, used=host.used, owned=host.num_pinned, block_bytes=tiers.costs.block_bytes)
 
 
-def _disk(stats: StoreStats) -> DiskBlocks:
+def disk_blocks(stats: StoreStats) -> DiskBlocks:
     return DiskBlocks(
         blocks=stats.blocks, owned=stats.pinned_blocks, block_bytes=stats.block_bytes, disk_bytes=stats.used_bytes,
         capacity=stats.capacity, is_paused=stats.is_paused,

@@ -18,10 +18,13 @@ from typing import TYPE_CHECKING
 
 from quire.engine import ipc
 from quire.engine.device_split import limit_to_share
+from quire.engine.engine_view import describe_block
 from quire.engine.session_calls import SessionAnswer, SessionHandler
-from quire.errors import EngineDeadError, QuireError
+from quire.errors import EngineDeadError, OutOfResourcesError, QuireError
 from quire.executor.child import apply_context, exit_with_peer, ignore_signals, load_context
-from quire.resource_limits import as_resource_error, raise_descriptor_limit
+from quire.messages.engine_view import BlockDetail, EngineView, RequestTimeline
+from quire.resource_limits import as_resource_error, out_of_memory_reason, raise_descriptor_limit
+from quire.scheduler.timelines import Timelines
 
 if TYPE_CHECKING:
     from quire.config import EngineConfig
@@ -44,6 +47,7 @@ class EngineLoop:
         self._is_open = True
         self._rebalances: list[int] = []
         self._sessions = SessionHandler(lambda: core.sessions)
+        core.scheduler.requests.timelines = Timelines()
         core.wakes.append(link.fileno())
 
     def run(self) -> None:
@@ -88,6 +92,12 @@ class EngineLoop:
                 send(ipc.StatsReport(question, core.metrics()))
             case ipc.GetMemoryMap(question=question, block_bytes=block_bytes):
                 send(self._map_memory(question, block_bytes))
+            case ipc.GetView(question=question):
+                self._report_view(question, core.view)
+            case ipc.GetTimeline(question=question, id=request_id):
+                self._report_view(question, lambda: core.scheduler.requests.timelines.of(request_id))
+            case ipc.GetBlock(question=question, block=block):
+                self._report_view(question, lambda: describe_block(core.scheduler, block))
             case ipc.Wake(number=number):
                 core.wake(number)
             case ipc.RebalanceExperts(question=question, number=number):
@@ -126,6 +136,17 @@ class EngineLoop:
         except Exception as error:  # a debugging aid must not end the engine
             logger.exception("the memory map failed")
             return ipc.MemoryReport(question, error=f"{type(error).__name__}: {error}")
+
+    def _report_view(
+        self, question: int, make: Callable[[], EngineView | RequestTimeline | BlockDetail | None]
+    ) -> None:
+        try:
+            report = ipc.ViewReport(question, make())
+        except Exception as error:  # looking at the engine must not end it
+            if not isinstance(error, QuireError):
+                logger.exception("a view of the engine failed")
+            report = ipc.ViewReport(question, refused=refusal(str(question), error))
+        self._link.send(report)
 
     def _reply_session(self, question: int, outcome: SessionAnswer | Exception) -> None:
         if isinstance(outcome, SessionAnswer):
@@ -184,6 +205,9 @@ def _start(link: ipc.MessageLink, make: MakeEngine | None) -> EngineCore | None:
         default = functools.partial(_make_default, lockstep=(start.replica, start.replicas, start.rendezvous))
         core, info = (make or default)(config, files, model)
     except Exception as error:
+        if reason := out_of_memory_reason(error) if not isinstance(error, QuireError) else "":
+            link.send(refusal("", OutOfResourcesError(reason)))
+            return None
         if not isinstance(error, QuireError):
             logger.exception("the engine could not be started")
         link.send(refusal("", error))

@@ -11,6 +11,7 @@ from typing import Union
 import msgspec
 
 from quire.errors import SessionBusyError
+from quire.messages.media import PromptMedia
 from quire.sessions.keeper import KEEP, SessionInfo, SessionKeeper, SessionPage
 from quire.sessions.log import name_of, session_key
 from quire.sessions.log.state import SessionUse
@@ -26,6 +27,8 @@ class CreateSession(msgspec.Struct, tag=True):
     meta: dict[str, str] = {}
     is_new: bool = False
     """Its name was generated: no other session can have it."""
+    media: PromptMedia | None = None
+    """What the tokens have in place of ids; arrays of items are of no use here."""
 
 
 class AppendTokens(msgspec.Struct, tag=True):
@@ -36,6 +39,8 @@ class AppendTokens(msgspec.Struct, tag=True):
     drop: int = 0
     length: int | None = None
     """How many tokens the caller expects the session to have; it is refused if it has another number."""
+    media: PromptMedia | None = None
+    """What the appended tokens have in place of ids, counted from the first of them."""
 
 
 class RewriteSession(msgspec.Struct, tag=True):
@@ -44,6 +49,7 @@ class RewriteSession(msgspec.Struct, tag=True):
     key: str
     tokens: list[int]
     salt: str = ""
+    media: PromptMedia | None = None
 
 
 class CutSession(msgspec.Struct, tag=True):
@@ -186,7 +192,7 @@ def apply(keeper: SessionKeeper, op: SessionOp) -> SessionAnswer:
     match op:
         case CreateSession():
             return SessionAnswer(
-                keeper.create(op.key, op.tokens, salt=op.salt, ttl=op.ttl, meta=op.meta, durable=False)
+                keeper.create(op.key, op.tokens, salt=op.salt, ttl=op.ttl, meta=op.meta, media=op.media, durable=False)
             )
         case AppendTokens():
             length = keeper.get(op.key).num_tokens
@@ -195,9 +201,9 @@ def apply(keeper: SessionKeeper, op: SessionOp) -> SessionAnswer:
                     f"session {name_of(op.key)!r} has {length} tokens, not {op.length}: it has changed, try again"
                 )
             at = length - op.drop if op.drop else None
-            return SessionAnswer(keeper.append(op.key, op.tokens, at=at, durable=False))
+            return SessionAnswer(keeper.append(op.key, op.tokens, at=at, media=op.media, durable=False))
         case RewriteSession():
-            return SessionAnswer(keeper.rewrite(op.key, op.tokens, salt=op.salt, durable=False))
+            return SessionAnswer(keeper.rewrite(op.key, op.tokens, salt=op.salt, media=op.media, durable=False))
         case CutSession():
             return SessionAnswer(keeper.cut(op.key, op.at, durable=False))
         case ForkSession():

@@ -6,9 +6,11 @@ import logging
 import math
 import time
 
+from quire.adapters.slots import AdapterSlots
 from quire.config import EngineConfig
 from quire.distributed.lockstep import LockstepAddress
 from quire.engine.core import EngineCore
+from quire.engine.energy import make_energy
 from quire.engine.engine_info import EngineInfo
 from quire.engine.grammar.grammars import Grammars
 from quire.engine.grammar.wire import ForkServerSpec
@@ -22,10 +24,12 @@ from quire.kvcache.block_tables import BlockTables
 from quire.kvcache.prefix_cache import ContentKeys
 from quire.loading.files import ModelFiles
 from quire.loading.model_config import ModelConfig
+from quire.messages.memory_use import MemoryUse
 from quire.messages.plan import MAX_WIDTH
 from quire.messages.speculation import DeviceDrafts
 from quire.platforms.base import Platform
-from quire.platforms.cpu import set_threads
+from quire.platforms.cpu import CoreWatch, CpuPlatform, set_threads
+from quire.quantization.find import resolve_cpu_weights
 from quire.scheduler.drafting import Drafting
 from quire.scheduler.pacing import Pacer
 from quire.scheduler.policies.registry import make_policy
@@ -76,11 +80,16 @@ def make_engine(
     platform = backend.choose_platform(config)
     if config.threads or platform.device.type == "cpu":
         set_threads(config.threads)
+    if isinstance(platform, CpuPlatform) and (slow := platform.why_slow()):
+        logger.warning("%s", slow)
     config = resolve_draft(resolve_auto(config, files, model, platform))
+    config = resolve_cpu_weights(config, files, model, platform.device.type == "cpu")
     longest = model_len(config, model)
     rows, tokens = budgets(config, platform, longest)
     limits = StepLimits(longest, rows, tokens)
     started = backend.start(ExecutorSpec(config, files, model, platform, limits, lockstep))
+    if platform.device.type == "cpu":
+        give_back_heap()  # what loading and re-laying the weights took
     memory = started.memory
     tables = BlockTables(memory.num_blocks, config.block_size, config.enable_prefix_caching, started.groups)
     dtype = stored_dtype(config, files, model, started.dtype)
@@ -102,6 +111,8 @@ def make_engine(
         pacer=_pacer(config, default_stretch), tiers=tiers, sessions=None if config.kv_disk is None else keeper(),
         microbatches=None if stages == 1 else depth + 1,
         drafting=_make_drafting(config, started.drafts, grammars, model.vocab_size),
+        encoder=started.encoder,
+        adapters=AdapterSlots(config.max_loras) if config.enable_lora else None,
     )  # fmt: skip
     executor = started.executor
     if config.record is not None:
@@ -115,10 +126,18 @@ def make_engine(
         grammars.drop_idle()
         give_back_heap()
 
-    watch = MemoryWatch(scheduler, executor.memory_use, steps, trim)
+    cores = CoreWatch(config.threads) if isinstance(platform, CpuPlatform) and config.num_ranks == 1 else None
+
+    def measure() -> MemoryUse | None:
+        if cores is not None:
+            cores.tick()
+        return executor.memory_use()
+
+    watch = MemoryWatch(scheduler, measure, steps, trim)
     core = EngineCore(
-        scheduler, executor, depth, not config.disable_log_stats, config.step_timeout, grammars, keeper, watch
-    )
+        scheduler, executor, depth, not config.disable_log_stats, config.step_timeout, grammars, keeper, watch,
+        make_energy(config, scheduler, platform),
+    )  # fmt: skip
     cache_tokens = min(tables.tokens_in(tables.pool.capacity), MOST_TOKENS)
     info = EngineInfo(
         files=files,
@@ -136,6 +155,7 @@ def make_engine(
         memory=memory,
         start_seconds=time.monotonic() - begin,
         keys=keys,
+        encoder=started.encoder,
     )
     logger.info(
         "%s on %s (%s): weights %.2f GiB, KV cache %.2f GiB = %d tokens in %d blocks of %d; ready in %.1f s",

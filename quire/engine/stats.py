@@ -121,7 +121,7 @@ def scheduler_metrics(scheduler: Scheduler, compiling: int, compile_times: Histo
 
     `compiling`: requests that wait for their grammar. `compile_times`: seconds that grammars took to compile.
     """
-    stats, pool = scheduler.stats, scheduler.tables.pool
+    stats, pool, adapters = scheduler.stats, scheduler.tables.pool, scheduler.requests.adapters
     values = {
         "prompt_tokens": stats.prompt_tokens,
         "generation_tokens": stats.generated_tokens,
@@ -131,7 +131,7 @@ def scheduler_metrics(scheduler: Scheduler, compiling: int, compile_times: Histo
         "request_success": stats.finished,
         "steps": stats.steps,
         "num_requests_running": scheduler.rows.used,
-        "num_requests_waiting": scheduler.waiting + scheduler.loading + compiling,
+        "num_requests_waiting": scheduler.waiting + scheduler.loading + compiling + adapters.num_waiting,
         "num_requests_deferred": compiling,
         "kv_cache_usage_perc": pool.used / pool.capacity,
         "kv_cache_waste": stats.waste,
@@ -141,7 +141,20 @@ def scheduler_metrics(scheduler: Scheduler, compiling: int, compile_times: Histo
         "pressure_host": scheduler.pressure.host,
         "pressure_disk": scheduler.pressure.disk,
     }
+    values |= {
+        "adapters_loaded": len(adapters.loaded()),
+        "adapter_requests_waiting": adapters.num_waiting,
+        "adapter_loads": adapters.stats.loads,
+        "adapter_evictions": adapters.stats.evictions,
+        "adapter_load_failures": adapters.stats.failures,
+        "adapter_load_seconds": adapters.stats.load_seconds,
+    }
     values |= {"swaps": stats.swaps, "admissions_slowed": scheduler.pressure.slowed}
+    if (encoding := scheduler.requests.encoding).is_on:
+        seen = encoding.stats
+        values |= {"mm_cache_queries": seen.encoded + seen.hits, "mm_cache_hits": seen.hits}
+        values |= {"encoded_items": seen.encoded, "encoded_tokens": seen.encoded_rows}
+        values |= {"num_items_waiting": encoding.num_waiting, "encoder_cache_tokens_used": encoding.used_rows}
     if (tiers := scheduler.tiers) is not None:
         values |= {"blocks_saved": tiers.saved, "blocks_loaded": tiers.loaded, "host_blocks_lost": tiers.host.lost}
         values |= {
@@ -155,7 +168,7 @@ def scheduler_metrics(scheduler: Scheduler, compiling: int, compile_times: Histo
         values |= {"session_tokens": use.tokens, "session_bytes": use.bytes, "sessions_refused": sessions.refused}
         values |= {"sessions": use.sessions, "sessions_on_device": sessions.kv.num_on_device}
     return [
-        *(_metric(name, value) for name, value in values.items()),
+        *(labelled_metric(name, value) for name, value in values.items()),
         _histogram("iteration_tokens_total", stats.yielded_tokens),
         _histogram("step_tokens", stats.step_tokens),
         _histogram("grammar_compile_seconds", compile_times),
@@ -163,7 +176,7 @@ def scheduler_metrics(scheduler: Scheduler, compiling: int, compile_times: Histo
     ]
 
 
-def _metric(name: str, value: float, series: Mapping[str, float] | None = None) -> Metric:
+def labelled_metric(name: str, value: float, series: Mapping[str, float] | None = None) -> Metric:
     """A counter or a gauge; `series`: its values by its only label."""
     labelled = tuple(((label,), float(part)) for label, part in (series or {}).items())
     return Metric(f"quire:{name}", SPECS[name].kind, value, series=labelled)
@@ -199,28 +212,28 @@ def draft_metrics(drafting: Drafting) -> list[Metric]:
     decodes = {str(drafts): count for drafts, count in enumerate(stats.chosen[: most + 1].tolist())}
     without = {"excluded": stats.excluded, "unavailable": stats.unavailable, "unprofitable": stats.unprofitable}
     metrics = [
-        _metric("spec_decode_num_drafts", stats.draws),
-        _metric("spec_decode_num_draft_tokens", stats.tokens),
-        _metric("spec_decode_num_accepted_tokens", stats.accepted),
-        _metric("spec_decode_num_accepted_tokens_per_pos", stats.accepted, accepted),
-        _metric("spec_decode_decodes", sum(decodes.values()), decodes),
-        _metric("spec_decode_decodes_without_drafts", sum(without.values()), without),
+        labelled_metric("spec_decode_num_drafts", stats.draws),
+        labelled_metric("spec_decode_num_draft_tokens", stats.tokens),
+        labelled_metric("spec_decode_num_accepted_tokens", stats.accepted),
+        labelled_metric("spec_decode_num_accepted_tokens_per_pos", stats.accepted, accepted),
+        labelled_metric("spec_decode_decodes", sum(decodes.values()), decodes),
+        labelled_metric("spec_decode_decodes_without_drafts", sum(without.values()), without),
     ]
     if (choice := drafting.last_choice()) is None or drafting.tuner is None:
         return metrics
     rates = {str(place): rate for place, rate in enumerate(choice.acceptance)}
     seconds = {str(drafts): time for drafts, time in enumerate(choice.seconds)}
     metrics += [
-        _metric("spec_decode_probes", drafting.tuner.probes),
-        _metric("spec_decode_drafts_per_decode", choice.drafts),
-        _metric("spec_decode_expected_tokens_per_decode", choice.tokens),
-        _metric("spec_decode_acceptance_rate", rates["0"], rates),
+        labelled_metric("spec_decode_probes", drafting.tuner.probes),
+        labelled_metric("spec_decode_drafts_per_decode", choice.drafts),
+        labelled_metric("spec_decode_expected_tokens_per_decode", choice.tokens),
+        labelled_metric("spec_decode_acceptance_rate", rates["0"], rates),
     ]
     if seconds:
         metrics += [
-            _metric("spec_decode_step_seconds", seconds["0"], seconds),
-            _metric("spec_decode_draft_cost", choice.draft_cost),
-            _metric("spec_decode_proposal_cost", choice.proposal_cost),
+            labelled_metric("spec_decode_step_seconds", seconds["0"], seconds),
+            labelled_metric("spec_decode_draft_cost", choice.draft_cost),
+            labelled_metric("spec_decode_proposal_cost", choice.proposal_cost),
         ]
     return metrics
 

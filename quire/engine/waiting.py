@@ -8,6 +8,8 @@ from quire.messages.memory_map import WaitingRequest, WaitReason
 from quire.messages.request import Request, RequestState
 from quire.scheduler.scheduler import Scheduler
 
+_OUTSIDE = (RequestState.COMPILING, RequestState.ADAPTING)
+"""Requests that are not in the policy's queue."""
 MOST_EXPLAINED = 200
 """Waiting requests listed."""
 
@@ -22,7 +24,7 @@ def explain_waiting(scheduler: Scheduler) -> list[WaitingRequest]:
         if request.row < 0 and request.state is not RequestState.LOADING and _waits_itself(request)
     ]
     order = table.sharing.order
-    waiting.sort(key=lambda request: (request.state is RequestState.COMPILING, order(request)))
+    waiting.sort(key=lambda request: (request.state in _OUTSIDE, order(request)))
     now = time.monotonic()
     return [
         WaitingRequest(
@@ -48,6 +50,8 @@ def _explain(scheduler: Scheduler, request: Request, place: int) -> tuple[WaitRe
     table, pool, pressure = scheduler.requests, scheduler.tables.pool, scheduler.pressure
     if request.state is RequestState.COMPILING:
         return "grammar", "its grammar is being compiled"
+    if request.state is RequestState.ADAPTING:
+        return "adapter", table.adapters.explain(request.id)
     if (alone := scheduler.quarantined) is not None and alone is not request:
         return "quarantine", f"a step failed: requests run one at a time until the cause is found, now {alone.id}"
     if request.in_flight:
@@ -63,6 +67,9 @@ def _explain(scheduler: Scheduler, request: Request, place: int) -> tuple[WaitRe
     needed, free = scheduler.tables.pages_for(request.known), pool.free
     if needed > free:
         return "blocks", f"it needs up to {needed} blocks, and {free} of {pool.capacity} are free"
+    if (encoding := table.encoding).is_waiting(request):
+        size = encoding.limits.cache_rows
+        return "encoder", f"{encoding.used_rows} of {size} tokens of encoded images are in use, or others come first"
     if pressure.memory > 1 or pressure.device:
         return "memory", "memory is short: a step admits one request"
     return "budget", f"the {scheduler.budget} tokens of a step go to requests before it"

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from quire.executor.expert_balance import ExpertBalance
 from quire.messages.caches import FULL, CacheGroup
 from quire.messages.experts import Rebalanced
+from quire.messages.media import EncoderLimits
 from quire.messages.memory_use import MemoryUse
 from quire.messages.plan import StepMasks, StepPlan, StepResult
 from quire.messages.speculation import DeviceDrafts
@@ -156,6 +157,8 @@ class StartedExecutor:
     read."""
     drafts: DeviceDrafts = field(default_factory=DeviceDrafts)
     """What the device does about drafts."""
+    encoder: EncoderLimits = field(default_factory=EncoderLimits)
+    """What requests may have beside token ids."""
     host_room: HostTierInfo | None = None
     phases: dict[str, float] = field(default_factory=dict)
     """Seconds each part of the start took."""

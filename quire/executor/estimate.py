@@ -14,7 +14,8 @@ from quire.layers.moe import has_experts
 from quire.loading.files import ModelFiles
 from quire.loading.model_config import ModelConfig
 from quire.platforms.base import Platform
-from quire.worker.building import build_model, build_proposer
+from quire.vision.loading import make_shape
+from quire.worker.building import build_model, build_proposer, encoder_limits
 from quire.worker.memory import MemoryNeeds
 
 
@@ -29,9 +30,10 @@ def estimate_needs(
         ranks = Ranks(0, config.tensor_parallel_size, stage, config.pipeline_parallel_size, config.stage_layers)
         shapes = build_model(config, files, model, platform, limits.model_len, ranks, torch.device("meta"))
         proposer = build_proposer(config, files, shapes)
-        stages.append(
-            MemoryNeeds.estimate(shapes, config, model, limits.model_len, limits.rows, limits.tokens, proposer)
-        )
+        needs = MemoryNeeds.estimate(shapes, config, model, limits.model_len, limits.rows, limits.tokens, proposer)
+        encoder = None if config.vision == "off" else make_shape(shapes.build)
+        takes = encoder_limits(config, shapes, encoder)
+        stages.append(needs.with_encoder(encoder, takes, ranks.is_first_stage))
         is_mixture = is_mixture or has_experts(shapes)  # type: ignore[arg-type]
     if config.enable_expert_parallel and not is_mixture:  # a single stage may have none
         raise ConfigError(

@@ -22,7 +22,7 @@ from quire.messages.memory_use import MemoryUse
 from quire.messages.plan import StepMasks, StepPlan, StepResult
 from quire.platforms import choose
 from quire.platforms.base import Platform
-from quire.worker.memory import MemoryPlan, measure_memory, no_room
+from quire.worker.memory import MemoryPlan, is_out_of_memory, measure_memory, no_room
 from quire.worker.runner import PendingStep
 from quire.worker.worker import Worker
 
@@ -171,7 +171,9 @@ class LocalBackend:
             memory = worker.needs.plan(config, platform, free_before, platform.free_memory())
             phase = f"with a KV cache of {memory.cache / 2**30:.2f} GiB"
             worker.make_cache(memory.num_blocks)
-        except torch.OutOfMemoryError as error:
+        except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
             raise no_room(error, needs, platform, phase) from error
         return _started(_executor(config, worker, agreement), worker, memory, platform)
 
@@ -212,6 +214,7 @@ def _started(executor: Executor, worker: Worker, memory: MemoryPlan, platform: P
         groups=worker.needs.groups,
         layout=worker.needs.layout,
         drafts=worker.drafts,
+        encoder=worker.limits,
         host_room=None if worker.mover is None else worker.mover.tier_info(),
         phases=worker.phases,
     )

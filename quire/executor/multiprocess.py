@@ -29,7 +29,7 @@ from quire.executor.links import RankLinks, StartedRanks
 from quire.executor.processes import RankProcesses
 from quire.messages.experts import Rebalanced
 from quire.messages.memory_use import MemoryUse
-from quire.messages.plan import MovesDone, StepMasks, StepPlan, StepResult, decode_result, encode
+from quire.messages.plan import AdapterLoaded, MovesDone, StepMasks, StepPlan, StepResult, decode_result, encode
 from quire.messages.shared_memory import map_shared
 from quire.paths import child_environment
 from quire.platforms import choose
@@ -60,6 +60,8 @@ class MultiprocessExecutor:
         """By step, then by rank."""
         self._moves: dict[int, list[MovesDone]] = {}
         """By step: its transfers between tiers, of the ranks that have completed them."""
+        self._loads: dict[tuple[int, bytes], dict[int, AdapterLoaded]] = {}
+        """By slot and content: loads of adapters, of the ranks that have ended them."""
         self._counts: dict[int, Mapping[int, Sequence[int]]] = {}
         self._memory: dict[int, MemoryUse] = {}
         """What each rank reported last."""
@@ -141,6 +143,7 @@ class MultiprocessExecutor:
             reads_groups=first.reads_groups,
             groups=first.groups,
             drafts=first.drafts,
+            encoder=first.encoder,
             layout="|".join(filter(None, (self._loaded[rank].layout for rank in sorted(self._loaded)))),
             host_room=self._host_room(),
             phases=first.phases,
@@ -167,6 +170,7 @@ class MultiprocessExecutor:
     def submit(self, plan: StepPlan) -> int:
         if plan.reset:
             self._moves.clear()
+            self._loads.clear()
         if self.balance is not None and self.balance.is_due():
             self.rebalance_experts()
         self._ranks.send(wire.Step(encode(plan)))
@@ -240,6 +244,14 @@ class MultiprocessExecutor:
                 del self._moves[moved]
                 seconds = (max(part.out_seconds for part in parts), max(part.back_seconds for part in parts))
                 result.moves_done.append(MovesDone(moved, *seconds))
+        for rank, answer in done.items():
+            for load in answer.adapters_done:
+                self._loads.setdefault((load.slot, load.key), {})[rank] = load
+        for key, loads in list(self._loads.items()):
+            if len(loads) == len(self._ranks):
+                del self._loads[key]
+                error = next((load.error for load in loads.values() if load.error), "")
+                result.adapters_done.append(AdapterLoaded(*key, error))
         return result
 
     # Experts

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 from quire.executor.base import ExecutorSpec, StartedExecutor
-from quire.messages.plan import NewRow, StepMasks, StepPlan, StepResult, Vector
+from quire.messages.plan import AdapterLoaded, NewRow, StepMasks, StepPlan, StepResult, Vector
 
 if TYPE_CHECKING:
     from quire.config import EngineConfig
@@ -42,7 +42,15 @@ class NullExecutor:
         else:
             tokens = self._sample(plan, stopped)
         counts, invalid = np.ones(count, np.int32), np.zeros(count, np.bool_)
-        return StepResult(plan.step, tokens, counts, stopped, invalid, vectors=self._pool(plan))
+        return StepResult(
+            plan.step,
+            tokens,
+            counts,
+            stopped,
+            invalid,
+            vectors=self._pool(plan),
+            adapters_done=[AdapterLoaded(load.slot, load.key) for load in plan.adapters],
+        )
 
     def supply(self, handle: StepResult, masks: StepMasks) -> None:
         pass  # tokens are not sampled from logits

@@ -153,11 +153,12 @@ class RankLoop:
             self._link.send(wire.StepFailed(step, type(error).__name__, str(error), collectives_started()))
             return
         moves, result.moves_done = result.moves_done, []
+        loads, result.adapters_done = result.adapters_done, []
         crc = zlib.crc32(result.tokens.tobytes())
         memory, now = None, time.monotonic()
         if now - self._measured_at >= MEASURE_SECONDS:
             memory, self._measured_at = self._executor.memory_use(), now
-        self._link.send(wire.Done(step, crc, moves, encode(result) if self._reports else b"", memory))
+        self._link.send(wire.Done(step, crc, moves, encode(result) if self._reports else b"", memory, loads))
 
 
 def _waits_for_masks(handle: Any) -> bool:
@@ -261,6 +262,7 @@ def _start(link: RankLink, start: wire.StartRank, host: int | None) -> RankLoop:
                 groups=worker.needs.groups,
                 layout=worker.needs.layout,
                 drafts=worker.drafts,
+                encoder=worker.limits,
             )
         )
         cache = link.next()

@@ -10,8 +10,9 @@ from quire.errors import ValidationError
 from quire.executor.child import ChildContext, RelayedLog
 from quire.messages.caches import FULL, CacheGroup
 from quire.messages.frames import frame
+from quire.messages.media import EncoderLimits
 from quire.messages.memory_use import MemoryUse
-from quire.messages.plan import MovesDone
+from quire.messages.plan import AdapterLoaded, MovesDone
 from quire.messages.speculation import DeviceDrafts
 
 LARGEST = 1 << 30
@@ -103,6 +104,7 @@ class WeightsLoaded(msgspec.Struct, tag=True):
     weight_bytes: int
     reads_groups: bool
     drafts: DeviceDrafts
+    encoder: EncoderLimits
     memory: dict[str, Any]
     """The fields of a `MemoryPlan`."""
     phases: dict[str, float]
@@ -138,6 +140,7 @@ class Done(msgspec.Struct, tag=True):
     """Only from the first rank of the last stage."""
     memory: MemoryUse | None = None
     """Once a second."""
+    adapters_done: list[AdapterLoaded] = []
 
 
 class StepFailed(msgspec.Struct, tag=True):

@@ -60,6 +60,11 @@ class BlockPool:
         """Free blocks without cached content."""
         return len(self._empty)
 
+    @property
+    def content(self) -> bytes:
+        """By block: 1 if its content is cached."""
+        return bytes(self._content)
+
     def oldest(self, count: int) -> list[int]:
         """The idle blocks that would be evicted next, at most `count`."""
         return list(itertools.islice(self._idle, count))

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterable, Sequence
 
 import numpy as np
 from blake3 import blake3
+
+from quire.messages.adapter_use import identity_start
+from quire.messages.media import KeySpan
 
 KEY_BYTES = 32
 """Length of a content key."""
@@ -15,7 +19,8 @@ class ContentKeys:
     """Content keys of blocks, over their tokens and all tokens before them: equal key, equal KV.
 
     A key is a hash over the parent's key and the block's tokens; the chain starts from the model's fingerprint and
-    anything else that changes the KV or must separate owners (a tenant's salt).
+    anything else that changes the KV or must separate owners (a tenant's salt; adapters). A block with tokens of an
+    image also has the image's whole digest in its key, and which of its rows they are.
     """
 
     def __init__(self, block_size: int, fingerprint: bytes = b"") -> None:
@@ -34,23 +39,67 @@ class ContentKeys:
         # A keyed hash, so that no salt can collide with the tokens of a block.
         return self._root if not salt else blake3(salt.encode(), key=self._root).digest()
 
-    def key_after(self, parent: bytes, tokens: Sequence[int] | np.ndarray) -> bytes:
-        """The key of the block that holds `tokens` after `parent`."""
+    def key_after(
+        self, parent: bytes, tokens: Sequence[int] | np.ndarray, spans: Sequence[KeySpan] = (), start: int = 0
+    ) -> bytes:
+        """The key of the block that holds `tokens` after `parent`; `spans` and `start` as in `keys_after`."""
+        if spans:
+            parent = _marked(parent, spans, start, start + len(tokens))
         return blake3(parent + np.asarray(tokens, dtype=np.int32).tobytes()).digest()
 
-    def of(self, tokens: Sequence[int], salt: str = "") -> list[bytes]:
-        """Keys of all full blocks of `tokens`."""
-        return self.keys_after(self.root(salt), tokens)
+    def of(
+        self, tokens: Sequence[int], salt: str = "", spans: Sequence[KeySpan] = (), adapters: bytes = b""
+    ) -> list[bytes]:
+        """Keys of all full blocks of `tokens`. `adapters`: their `kv_identity`; blocks wholly before they act have the
+        keys they have without."""
+        if not adapters:
+            return self.keys_after(self.root(salt), tokens, spans)
+        start = identity_start(adapters)
+        cut = start - start % self.block_size
+        before = self.keys_after(self.root(salt), tokens[:cut], spans)
+        if len(before) < start // self.block_size:
+            return before
+        parent = self.adapted(before[-1] if before else self.root(salt), adapters)
+        return before + self.keys_after(parent, tokens[cut:], spans, cut)
 
-    def keys_after(self, parent: bytes, tokens: Sequence[int] | np.ndarray) -> list[bytes]:
-        """Keys of all full blocks of `tokens` that follow the block `parent`."""
+    def adapted(self, parent: bytes, adapters: bytes) -> bytes:
+        """The parent of the first block that adapters change, in place of `parent`. `adapters`: their `kv_identity`,
+        which says where in the block they begin."""
+        return blake3(adapters, key=parent).digest()
+
+    def keys_after(
+        self, parent: bytes, tokens: Sequence[int] | np.ndarray, spans: Sequence[KeySpan] = (), start: int = 0
+    ) -> list[bytes]:
+        """Keys of all full blocks of `tokens` that follow the block `parent`.
+
+        `spans`: what the sequence has in place of token ids; `start`: how many tokens it has before `tokens`.
+        """
         size = self.block_size
         data = memoryview(np.asarray(tokens, dtype=np.int32).tobytes())
         keys = []
         for block in range(len(tokens) // size):
+            if spans:
+                parent = _marked(parent, spans, start + size * block, start + size * (block + 1))
             parent = blake3(parent + data[4 * size * block : 4 * size * (block + 1)]).digest()
             keys.append(parent)
         return keys
+
+
+def _marked(parent: bytes, spans: Sequence[KeySpan], start: int, stop: int) -> bytes:
+    """The parent of a block of positions `start` to `stop`, with the parts of spans in it folded in."""
+    parts = []
+    for span in spans:
+        first, last = max(start, span.start), min(stop, span.stop)
+        if first < last:
+            # All of the span, too: where its tokens see each other both ways, the first depend on how many there are.
+            at = (first - start, last - start, span.start - start, span.stop - start, span.offset)
+            parts.append(span.digest + _PART.pack(*at))
+    # A keyed hash, so that no digest can collide with the tokens of a block.
+    return blake3(b"".join(parts), key=parent).digest() if parts else parent
+
+
+_PART = struct.Struct("<5q")
+"""Which tokens of a block a span covers; where the whole span begins and ends, from there; its first row."""
 
 
 class PrefixCache:

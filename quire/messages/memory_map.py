@@ -90,7 +90,9 @@ class Owner(msgspec.Struct, frozen=True, kw_only=True):
     """Blocks on the device by cache group, if the model has several."""
 
 
-WaitReason = Literal["grammar", "quarantine", "draws", "share", "rows", "blocks", "memory", "budget", "order"]
+WaitReason = Literal[
+    "grammar", "adapter", "quarantine", "draws", "share", "rows", "blocks", "memory", "encoder", "budget", "order"
+]
 
 
 class WaitingRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -103,8 +105,9 @@ class WaitingRequest(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
     """Since it arrived."""
     reason: WaitReason
-    """Its grammar is compiled; requests run one at a time after a failed step; its last draws are not collected; its
-    tenant has its share; rows, blocks, bytes or the tokens of a step are used up; or others come first."""
+    """Its grammar is compiled; its adapter is loaded; requests run one at a time after a failed step; its last draws
+    are not collected; its tenant has its share; rows, blocks, bytes, the encoder's cache or the tokens of a step are
+    used up; or others come first."""
     detail: str
     """The reason with its numbers."""
 

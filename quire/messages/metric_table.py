@@ -82,6 +82,18 @@ ENGINE_METRICS = (
     _gauge("kv_cache_usage_perc", "Fraction of the KV blocks in use, 0 to 1", merge="mean"),
     _counter("prefix_cache_queries", "Tokens of admitted requests that were looked up in the prefix cache"),
     _counter("prefix_cache_hits", "Tokens of admitted requests that were found in the prefix cache"),
+    _gauge("adapters_loaded", "LoRA adapters in slots of the device", is_ours=True),
+    _gauge("adapter_requests_waiting", "Requests whose LoRA adapter is not loaded yet", is_ours=True),
+    _counter("adapter_loads", "LoRA adapters copied into slots", is_ours=True),
+    _counter("adapter_evictions", "LoRA adapters whose slot was given to another", is_ours=True),
+    _counter("adapter_load_failures", "LoRA adapters that could not be loaded", is_ours=True),
+    _counter("adapter_load_seconds", "Time from planning to load a LoRA adapter until it could be used", is_ours=True),
+    _counter("mm_cache_queries", "Images and videos of prompts that were looked up in the encoder's cache"),
+    _counter("mm_cache_hits", "Images and videos that were found there, and not encoded"),
+    _counter("encoded_items", "Images and videos encoded", is_ours=True),
+    _counter("encoded_tokens", "Embeddings that the encoder made of them", is_ours=True),
+    _gauge("num_items_waiting", "Images and videos of running requests that wait to be encoded", is_ours=True),
+    _gauge("encoder_cache_tokens_used", "Embeddings in the encoder's cache", is_ours=True),
     _counter("num_preemptions", "Preemptions: a running sequence lost its row because blocks ran out"),
     _histogram(
         "iteration_tokens_total",
@@ -223,6 +235,33 @@ SPECULATION_METRICS = (
 """Reported by an engine with `speculative_config`, from the probes on only if it tunes itself. Without it none is
 shown."""
 
+ENERGY_METRICS = (
+    _counter("energy_joules", "Energy by what it was for: prompt, decode, or idle (no step ran)", "kind", is_ours=True),
+    _gauge(
+        "energy_estimated", "1 if energy is estimated, 0 if it is measured, by what it comes from", "source",
+        merge="max", is_ours=True,
+    ),
+    _gauge("power_watts", "Power over about the last 10 s", is_ours=True),
+    _gauge("power_idle_watts", "Power while no step runs", is_ours=True),
+    _gauge("power_budget_watts", "power_budget; 0: none", is_ours=True),
+    _counter(
+        "energy_held_seconds",
+        "Seconds that steps were held back, by reason: the budget, the temperature or the policy",
+        "reason",
+        is_ours=True,
+    ),
+    _gauge("energy_policy", "1; the label is the policy in use", "policy", merge="max", is_ours=True),
+    _gauge(
+        "temperature_headroom_celsius", "Degrees below the temperature at which the device slows down", is_ours=True
+    ),
+    _gauge("gpu_power_limit_watts", "With allow_gpu_power_control: what the GPUs are limited to", is_ours=True),
+)  # fmt: skip
+"""Reported by an engine with `report_energy`, `power_budget` or `energy_policy`, or on battery. Without, none is
+shown."""
+
+OPTIONAL_METRICS = (*SPECULATION_METRICS, *ENERGY_METRICS)
+"""Shown only if an engine reports them."""
+
 INTERNAL_METRICS = (_gauge("num_requests_deferred", "Sequences that wait for their grammar"),)
 """Reported by the engine; /metrics shows them within another metric."""
 
@@ -250,6 +289,14 @@ SERVER_METRICS = (
         "field",
         is_ours=True,
     ),
+    _counter("adapter_requests", "Requests with a LoRA adapter that have ended, by its name", "adapter", is_ours=True),
+    _counter(
+        "adapter_prompt_tokens",
+        "Prompt tokens of requests with a LoRA adapter, by its name; names beyond the first 256 count as other",
+        "adapter",
+        is_ours=True,
+    ),
+    _counter("adapter_generation_tokens", "Tokens generated with a LoRA adapter, by its name", "adapter", is_ours=True),
     _gauge("stored_response_bytes", "Bytes of stored responses and conversations, of all tenants", is_ours=True),
     _counter(
         "stored_responses_dropped",
@@ -258,6 +305,12 @@ SERVER_METRICS = (
         is_ours=True,
     ),
     _gauge("background_responses", "Background responses under way", is_ours=True),
+    _counter("media_items", "Images and videos decoded, by kind", "kind", is_ours=True),
+    _counter("media_bytes", "Bytes of their files, as they were sent or fetched", is_ours=True),
+    _counter("media_pixels", "Pixels of them", is_ours=True),
+    _counter("media_seconds", "Seconds of fetching, decoding and resizing them, over all threads", is_ours=True),
+    _counter("media_refused", "Requests with an image or a video that was refused, by reason", "reason", is_ours=True),
+    _counter("prompt_tokens_image", "Prompt tokens that stood for images and videos", is_ours=True),
     _counter("tool_call_parser_invocations", "Answers parsed for tool calls", "mode", "outcome", "request_type"),
     _counter("http_responses", "HTTP responses by exact status", "handler", "method", "status", is_ours=True),
     _counter("http_requests", "HTTP responses by class of status", "handler", "method", "status", is_bare=True),
@@ -307,7 +360,7 @@ REQUEST_METRICS = (
 )
 """Histograms of whole requests count those that finished by stop or length."""
 
-ALL_METRICS = (*REQUEST_METRICS, *ENGINE_METRICS, *SPECULATION_METRICS, *ROUTER_METRICS, *SERVER_METRICS)
+ALL_METRICS = (*REQUEST_METRICS, *ENGINE_METRICS, *OPTIONAL_METRICS, *ROUTER_METRICS, *SERVER_METRICS)
 """What /metrics shows."""
 
 SPECS = {spec.name: spec for spec in (*ALL_METRICS, *INTERNAL_METRICS)}

@@ -42,6 +42,16 @@ class Finished(msgspec.Struct):
     """…and the field of the request that caused it, where it was one."""
 
 
+class StepEnergy(msgspec.Struct):
+    """Joules that requests were charged since the last outputs."""
+
+    requests: list[str]
+    joules: list[float]
+    source: str
+    """Which meter: rapl, nvml, estimate, …"""
+    is_estimate: bool
+
+
 class StepOutputs(msgspec.Struct):
     """Everything a step yields for requests. Columns, not objects: a thousand rows do not cost a thousand structs."""
 
@@ -63,6 +73,8 @@ class StepOutputs(msgspec.Struct):
     preempted: list[Key] = []
     """Sequences that were preempted in this step; reported at once, because a request may end outside the engine."""
     finished: list[Finished] = []
+    energy: StepEnergy | None = None
+    """With `report_energy`."""
 
     def add_one_each(self, keys: list[Key], tokens: list[int], logprobs: Mapping[int, TokenLogprobs]) -> None:
         """One token for each key; `logprobs` by index into these tokens."""
@@ -203,6 +215,12 @@ class RequestMetrics:
     """Drafts that were verified for it, and of these…"""
     num_accepted_tokens: int = 0
     """…accepted."""
+    joules: float = 0.0
+    """Energy that it took, with `report_energy`…"""
+    energy_source: str | None = None
+    """…by which meter (rapl, nvml, estimate); None: it was not metered…"""
+    energy_is_estimate: bool = False
+    """…and whether any of it is an estimate."""
 
     @property
     def first_token_latency(self) -> float:

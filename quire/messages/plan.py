@@ -15,12 +15,13 @@ the result is collected.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from quire.messages.adapter_use import AdapterUse
+from quire.messages.media import EncodeItem, Splice, VisibleSpan, decode_array, encode_array
 from quire.messages.sampling import SamplingParams
 
 Ints = NDArray[np.int32]
@@ -49,6 +50,12 @@ class NewRow(msgspec.Struct):
     """How hidden states are pooled into the vector that the row yields; None: it yields tokens."""
     computed: Ints = np.empty(0, np.int32)
     """The `num_computed` tokens, if no cache group keeps every token: the device has them nowhere else."""
+    position_delta: int = 0
+    """What is added to the index of a generated token to have its position."""
+    adapter: int = -1
+    """The slot of its adapter; -1: none…"""
+    adapter_start: int = 0
+    """…which acts on tokens from this position on."""
 
 
 class Fork(msgspec.Struct):
@@ -104,6 +111,25 @@ class MovesDone(msgspec.Struct):
     back_seconds: float
 
 
+class AdapterLoad(msgspec.Struct):
+    """Adapters, whose changes add up, to be read and copied into a slot while steps run. No row uses the slot until a
+    result reports it."""
+
+    slot: int
+    key: bytes
+    """Names the content: adapters and weights."""
+    uses: list[AdapterUse]
+
+
+class AdapterLoaded(msgspec.Struct):
+    """The load of a slot has ended."""
+
+    slot: int
+    key: bytes
+    error: str = ""
+    """Why it failed; empty: the slot can be used."""
+
+
 class StepPlan(msgspec.Struct):
     """One step's work. Steps are numbered without gaps; ranks refuse a gap. A plan without rows waits for moves."""
 
@@ -145,6 +171,7 @@ class StepPlan(msgspec.Struct):
     snapshots: list[tuple[int, int]] = []
     """(from, to) blocks to copy once everything is computed: states that are kept, and those of forked rows."""
     moves: Moves | None = None
+    adapters: list[AdapterLoad] = []
     groups: list[PrefixGroup] | None = None
     """All groups of rows that share a prefix; None: unchanged since the last plan that had some."""
     num_drafts: int = 0
@@ -159,6 +186,17 @@ class StepPlan(msgspec.Struct):
     rewound: list[tuple[int, int]] = []
     """(row, number of computed tokens), set before the step is laid out: with pipeline stages, of which only the last
     one knows how many drafts were accepted."""
+    encode: list[EncodeItem] = []
+    """Items that are encoded before the step computes…"""
+    freed: list[int] = []
+    """…once what these slots have is dropped."""
+    splices: list[Splice] = []
+    """Tokens whose embeddings are rows of encoded items."""
+    visible: list[VisibleSpan] = []
+    """Tokens that see each other both ways, in models where those of an image do."""
+    positions: Ints = np.empty(0, np.int32)
+    """[3 * prompt tokens]: three positions of each token in `tokens`, the first of all tokens first; -1, or all empty:
+    a token's position is its index in its row."""
 
     @property
     def num_tokens(self) -> int:
@@ -192,12 +230,14 @@ class StepPlan(msgspec.Struct):
 
 
 class TokenLogprobs(msgspec.Struct):
-    """Log-probabilities at one position: the token itself first, then the most likely ones."""
+    """Log-probabilities at one position: the token itself first, then the most likely ones, or those asked for."""
 
     ids: list[int]
     values: list[float]
     rank: int
     """The token's own rank, 1 is best."""
+    ranks: list[int] = []
+    """Of the others, if these were asked for by id (`logprob_token_ids`)."""
 
 
 class PromptLogprobs(msgspec.Struct):
@@ -233,8 +273,12 @@ class StepResult(msgspec.Struct):
     """By index into `sample_rows`: the vectors of pooled rows. Their tokens are meaningless."""
     drafts: list[list[int]] = []
     """For each draw the drafts that its row has for the next step, if the plan had `proposals`."""
+    encode_errors: list[tuple[int, str]] = []
+    """(slot, why) of items that could not be encoded; tokens that read them are meaningless."""
     moves_done: list[MovesDone] = []
     """Moves of this and earlier plans that were completed since the last result."""
+    adapters_done: list[AdapterLoaded] = []
+    """The same of adapters."""
 
 
 class StepMasks(msgspec.Struct):
@@ -247,21 +291,10 @@ class StepMasks(msgspec.Struct):
     """[draws, vocabulary / 32]: one bit per token, set if it may be drawn."""
 
 
-def _encode_array(value: Any) -> Any:
-    if isinstance(value, np.ndarray):
-        return (value.dtype.str, value.tobytes())
-    raise NotImplementedError(f"cannot encode {type(value).__name__}")
-
-
-def _decode_array(kind: type, value: Any) -> Any:
-    dtype, data = value
-    return np.frombuffer(data, dtype=np.dtype(dtype)).copy()
-
-
-_encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)
-_plan_decoder = msgspec.msgpack.Decoder(StepPlan, dec_hook=_decode_array)
-_result_decoder = msgspec.msgpack.Decoder(StepResult, dec_hook=_decode_array)
-_masks_decoder = msgspec.msgpack.Decoder(StepMasks, dec_hook=_decode_array)
+_encoder = msgspec.msgpack.Encoder(enc_hook=encode_array)
+_plan_decoder = msgspec.msgpack.Decoder(StepPlan, dec_hook=decode_array)
+_result_decoder = msgspec.msgpack.Decoder(StepResult, dec_hook=decode_array)
+_masks_decoder = msgspec.msgpack.Decoder(StepMasks, dec_hook=decode_array)
 
 
 def encode(message: StepPlan | StepResult | StepMasks) -> bytes:

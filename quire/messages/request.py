@@ -6,8 +6,11 @@ import enum
 from typing import Any
 
 import msgspec
+import numpy as np
 
+from quire.messages.adapter_use import AdapterUse, kv_identity
 from quire.messages.beams import Beam, BeamSearchParams
+from quire.messages.media import KeySpan, MediaItem, Span, key_spans
 from quire.messages.pooling import PoolingParams
 from quire.messages.sampling import SamplingParams
 
@@ -20,15 +23,24 @@ class RequestState(enum.Enum):
     """Its blocks are being loaded from a lower tier."""
     COMPILING = "compiling"
     """Its grammar is being compiled."""
+    ADAPTING = "adapting"
+    """Its adapters are being loaded into a slot of the device."""
     RUNNING = "running"
     PREEMPTED = "preempted"
     FINISHED = "finished"
 
 
 TRANSITIONS = {
-    RequestState.WAITING: {RequestState.LOADING, RequestState.COMPILING, RequestState.RUNNING, RequestState.FINISHED},
+    RequestState.WAITING: {
+        RequestState.LOADING,
+        RequestState.COMPILING,
+        RequestState.ADAPTING,
+        RequestState.RUNNING,
+        RequestState.FINISHED,
+    },
     RequestState.LOADING: {RequestState.WAITING, RequestState.RUNNING, RequestState.FINISHED},
     RequestState.COMPILING: {RequestState.WAITING, RequestState.FINISHED},
+    RequestState.ADAPTING: {RequestState.WAITING, RequestState.FINISHED},
     RequestState.RUNNING: {RequestState.PREEMPTED, RequestState.WAITING, RequestState.FINISHED},
     RequestState.PREEMPTED: {RequestState.LOADING, RequestState.RUNNING, RequestState.WAITING, RequestState.FINISHED},
     RequestState.FINISHED: set(),
@@ -66,6 +78,23 @@ class NewRequest(msgspec.Struct):
     sequence has ended."""
     prediction: list[int] = []
     """What the client expects as the output: drafts, where there are any."""
+    media: list[MediaItem] = []
+    """Images, videos and embeddings that the prompt has…"""
+    spans: list[Span] = []
+    """…and the tokens that stand for them, in order."""
+    positions: np.ndarray | None = None
+    """[3, prompt] int32: positions of the prompt's tokens in a model that has three of each (M-RoPE); None: a token's
+    position is its index, in all three."""
+    position_delta: int = 0
+    """What is added to the index of a token after the prompt to have its position."""
+    adapters: list[AdapterUse] = []
+    """LoRA adapters, whose changes add up."""
+
+    @property
+    def kv_identity(self) -> bytes:
+        """Equal for requests in which equal tokens have equal KV (given the salt): its adapters, and from where on they
+        act. Empty without adapters, or if they never act."""
+        return kv_identity(self.adapters, self.prompt) if self.adapters else b""
 
     @property
     def num_sequences(self) -> int:
@@ -85,6 +114,11 @@ class NewRequest(msgspec.Struct):
         """Numbers of the sequences that have not ended."""
         return [i for i in range(self.num_sequences) if not self.drawn or self.drawn[i] is not None]
 
+    @property
+    def key_spans(self) -> list[KeySpan]:
+        """What the prompt has in place of token ids, for content keys."""
+        return key_spans(self.media, self.spans) if self.spans else []
+
     def stop_reason(self, token: int) -> int | None:
         """The stop reason of a sequence that this token ended: none for EOS."""
         return None if token in self.eos_ids and not self.params.ignore_eos else token
@@ -95,8 +129,8 @@ class Request:
 
     __slots__ = (
         "arrival_order", "beam", "blocks", "discards", "first_scheduled", "id", "in_flight", "index", "key", "keys",
-        "output", "owned_keys", "preemptions", "prompt", "published", "row", "saved", "siblings", "source", "state",
-        "tables",
+        "kv_identity", "output", "owned_keys", "preemptions", "prompt", "published", "row", "saved", "siblings",
+        "source", "state", "tables",
     )  # fmt: skip
 
     def __init__(self, source: NewRequest, index: int, arrival_order: int, saved: int = 0) -> None:
@@ -108,6 +142,7 @@ class Request:
         self.output: list[int] = list(source.drawn[index] or ()) if source.drawn else []
         self.keys = list(source.keys)
         """Content keys of the full blocks of known tokens, as far as they have been needed."""
+        self.kv_identity = source.kv_identity
         self.arrival_order = arrival_order
         self.state = RequestState.WAITING
         self.blocks: list[int] = []

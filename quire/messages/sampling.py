@@ -27,6 +27,7 @@ MAX_STOP_STRINGS = 64
 MAX_TOKEN_ID = 2**31 - 1
 MAX_TOKEN_IDS = 2**18
 """Most ids in one list: the size of the largest vocabularies. Each is checked in the caller's process."""
+MAX_LOGPROB_TOKEN_IDS = 128
 GREEDY_BELOW = 1e-5
 LOWEST_TEMPERATURE = 0.01
 XTC_STREAM = 2**32
@@ -164,6 +165,9 @@ class SamplingParams(msgspec.Struct, metaclass=VllmFields, omit_defaults=True, k
         int | None, "Report the log-probability of each sampled token and of this many of the likeliest; -1 is all"
     ] = None
     prompt_logprobs: Annotated[int | None, "The same for the prompt's tokens"] = None
+    logprob_token_ids: Annotated[
+        list[int] | None, "Report the log-probabilities of these tokens, at most 128, instead of the likeliest"
+    ] = None
     detokenize: Annotated[bool, "Turn tokens into text"] = True
     skip_special_tokens: Annotated[bool, "Leave special tokens out of the text"] = True
     spaces_between_special_tokens: Annotated[bool, "Put spaces between special tokens in the text"] = True
@@ -231,7 +235,7 @@ class SamplingParams(msgspec.Struct, metaclass=VllmFields, omit_defaults=True, k
 
     def clone(self) -> SamplingParams:
         """A copy that can be changed without touching this one; checked like a new one."""
-        flat = ("stop", "stop_token_ids", "bad_words", "logit_bias", "allowed_token_ids")
+        flat = ("stop", "stop_token_ids", "bad_words", "logit_bias", "allowed_token_ids", "logprob_token_ids")
         mutable = {name: copy.copy(value) for name in flat if (value := getattr(self, name)) is not None}
         if self.extra_args is not None:
             mutable["extra_args"] = copy.deepcopy(self.extra_args)
@@ -286,6 +290,7 @@ class SamplingParams(msgspec.Struct, metaclass=VllmFields, omit_defaults=True, k
         self.allowed_token_ids = check_token_ids("allowed_token_ids", self.allowed_token_ids)
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise ValidationError("allowed_token_ids is empty: no token could ever be sampled", "allowed_token_ids", [])
+        self._check_logprob_ids()
         if self.logit_bias:
             if not isinstance(self.logit_bias, Mapping):
                 raise ValidationError(f"logit_bias must map token ids to biases, got {self.logit_bias!r}", "logit_bias")
@@ -300,6 +305,23 @@ class SamplingParams(msgspec.Struct, metaclass=VllmFields, omit_defaults=True, k
             raise ValidationError(
                 f"{len(self.stop)} stop strings given; at most {MAX_STOP_STRINGS}", "stop", len(self.stop)
             )
+
+    def _check_logprob_ids(self) -> None:
+        ids = self.logprob_token_ids = check_token_ids("logprob_token_ids", self.logprob_token_ids) or None
+        if ids is None:
+            return
+        if len(ids) > MAX_LOGPROB_TOKEN_IDS or len(set(ids)) < len(ids):
+            raise ValidationError(
+                f"logprob_token_ids are at most {MAX_LOGPROB_TOKEN_IDS} different ids, got {len(ids)}, of which "
+                f"{len(set(ids))} differ", "logprob_token_ids", len(ids),
+            )  # fmt: skip
+        if self.logprobs is None:
+            self.logprobs = len(ids)
+        elif self.logprobs != len(ids):
+            raise ValidationError(
+                f"logprobs is {self.logprobs} and logprob_token_ids holds {len(ids)} ids: leave out logprobs, or give "
+                "as many", "logprobs", self.logprobs,
+            )  # fmt: skip
 
     def _check_together(self) -> None:
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:

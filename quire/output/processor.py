@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 
 from quire.messages.histogram import Histogram
 from quire.messages.metric_table import GAP_BOUNDS
-from quire.messages.outputs import Finished, Key, Logprob, Output, StepOutputs
+from quire.messages.outputs import Finished, Key, Logprob, Output, StepEnergy, StepOutputs
 from quire.messages.plan import PromptLogprobs, TokenLogprobs
 from quire.messages.request import NewRequest
 from quire.messages.sampling import RequestOutputKind
@@ -120,6 +120,8 @@ class OutputProcessor:
         for key in outputs.preempted:
             if (tracked := self._open.get(key[0])) is not None:
                 tracked.metrics.preemptions += 1
+        if outputs.energy is not None:
+            self._note_energy(outputs.energy)
         if outputs.drafts is not None:
             self._note_drafts(outputs.keys, outputs.drafts, outputs.counts or [])
         for key, prompt_logprobs in outputs.prompt_logprobs:
@@ -162,6 +164,14 @@ class OutputProcessor:
                 tracked.error = end.message or tracked.error
                 self._close(tracked, tracked.sequences[end.key[1]], end.reason, end.stop_reason)
         return [view for tracked in touched.values() if (view := self._next_output(tracked, now)) is not None], stops
+
+    def _note_energy(self, energy: StepEnergy) -> None:
+        for request_id, joules in zip(energy.requests, energy.joules, strict=True):
+            if (tracked := self._open.get(request_id)) is not None:
+                metrics = tracked.metrics
+                metrics.joules += joules
+                metrics.energy_source = energy.source
+                metrics.energy_is_estimate |= energy.is_estimate
 
     def _note_drafts(self, keys: list[Key], drafts: list[int], counts: list[int]) -> None:
         for key, verified, count in zip(keys, drafts, counts, strict=True):
@@ -227,13 +237,14 @@ class OutputProcessor:
                 tracked.prompt_logprobs[entry.start + offset] = self._as_logprobs(position)
 
     def _as_logprobs(self, entry: TokenLogprobs) -> dict[int, Logprob]:
-        """Logprobs by token id: the token itself first, then the best ones, which may include it."""
+        """Logprobs by token id: the token itself first, then the best or the requested ones, which may include it."""
         text_of = _no_text if self.vocabulary is None else self.vocabulary.text_of
         ids, values = entry.ids, entry.values
         report = {ids[0]: Logprob(values[0], entry.rank, text_of(ids[0]))}
-        for rank in range(1, len(ids)):
-            if (token := ids[rank]) not in report:
-                report[token] = Logprob(values[rank], rank, text_of(token))
+        ranks = entry.ranks or range(1, len(ids))
+        for token, value, rank in zip(ids[1:], values[1:], ranks, strict=True):
+            if token not in report:
+                report[token] = Logprob(value, rank, text_of(token))
         return report
 
 

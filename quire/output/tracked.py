@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.messages.beams import BeamSearchParams, Hypothesis
+from quire.messages.lora import lora_request_of
 from quire.messages.outputs import (
     BeamSearchOutput,
     BeamSearchSequence,
@@ -225,6 +226,7 @@ class TrackedRequest:
             prompt_logprobs=self._take_prompt_logprobs(delta),
             metrics=self.metrics,
             num_cached_tokens=self.num_cached,
+            lora_request=lora_request_of(self.request.adapters) if self.request.adapters else None,
             error=self.error,
         )
 

@@ -28,6 +28,8 @@ class RoutedRequest:
     sequences: int = 1
     """Rows it takes once its prompt is computed."""
     tenant: str = ""
+    adapters: bytes = b""
+    """Identity of its LoRA adapters; empty without."""
 
 
 @dataclass(slots=True, eq=False)

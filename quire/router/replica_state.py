@@ -8,6 +8,10 @@ from collections.abc import Sequence
 
 from quire.router.load import ReplicaLoad, RoutedRequest
 
+LOADING_SECONDS = 0.1
+"""To read an adapter from disk, about. It also keeps an adapter's requests together, as long as waiting there takes no
+longer: each replica has room for few adapters."""
+
 
 class SentBlocks:
     """Keys of blocks that were sent to a replica, at most `limit`, least recently used first; of one prompt the last
@@ -58,19 +62,44 @@ class SentBlocks:
             known.popitem(last=False)
 
 
+class SentAdapters:
+    """LoRA adapters that a replica likely has on its device: the last `limit` that were sent there."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._known: OrderedDict[bytes, None] = OrderedDict()
+
+    def __contains__(self, adapters: bytes) -> bool:
+        return adapters in self._known
+
+    def touch(self, adapters: bytes) -> None:
+        """A request with these adapters is sent now."""
+        self._known[adapters] = None
+        self._known.move_to_end(adapters)
+        if len(self._known) > self._limit:
+            self._known.popitem(last=False)
+
+
 class ReplicaState:
     """What a routing policy may read of a replica. A restarted replica is a new one."""
 
-    def __init__(self, name: str, block_size: int, capacity_blocks: int, load: ReplicaLoad) -> None:
+    def __init__(
+        self, name: str, block_size: int, capacity_blocks: int, load: ReplicaLoad, adapter_slots: int = 1
+    ) -> None:
         self.name = name
         self.load = load
         self.capacity_blocks = capacity_blocks
         self.sent = SentBlocks(0)
+        self.adapters = SentAdapters(adapter_slots)
         self._block_size = block_size
 
     def uncached_tokens(self, request: RoutedRequest) -> int:
         """Prompt tokens that the replica would compute: at least the last one, whose logits are needed."""
         return max(1, request.prompt_tokens - self._block_size * self.sent.match(request.keys))
+
+    def loading_seconds(self, request: RoutedRequest) -> float:
+        """How long the request would wait for its adapters there."""
+        return LOADING_SECONDS if request.adapters and request.adapters not in self.adapters else 0.0
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """A prompt with these blocks is used there now."""

@@ -53,8 +53,16 @@ class Router:
 
     # Replicas
 
-    def add(self, name: str, capacity_blocks: int, max_rows: int, prefill_speed: float = INITIAL_PREFILL_SPEED) -> None:
-        """Add a replica with an empty cache. `prefill_speed`: prompt tokens a second, a first guess."""
+    def add(
+        self,
+        name: str,
+        capacity_blocks: int,
+        max_rows: int,
+        prefill_speed: float = INITIAL_PREFILL_SPEED,
+        adapter_slots: int = 1,
+    ) -> None:
+        """Add a replica with an empty cache. `prefill_speed`: prompt tokens a second, a first guess. `adapter_slots`:
+        LoRA adapters that it has room for."""
         if name in self._replicas:
             raise ValidationError(f"replica {name!r} exists already; remove it before it is added again", "name", name)
         if capacity_blocks < 1 or max_rows < 1:
@@ -63,7 +71,7 @@ class Router:
             )
         self._group_speed = self._group_speed or Rate(prefill_speed, span=200)
         load = ReplicaLoad(self._group_speed, max_rows, capacity_blocks * self.block_size, prefill_speed)
-        self._replicas[name] = ReplicaState(name, self.block_size, capacity_blocks, load)
+        self._replicas[name] = ReplicaState(name, self.block_size, capacity_blocks, load, adapter_slots)
         self._share_index()
 
     def remove(self, name: str) -> None:
@@ -125,6 +133,8 @@ class Router:
         opened = OpenRequest(request, name, replica.uncached_tokens(request), now)
         replica.load.launched(opened, now)
         replica.touch(request.keys)
+        if request.adapters:
+            replica.adapters.touch(request.adapters)
         return opened
 
     def progress(self, opened: OpenRequest, generated: int, cached: int | None = None) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from quire.kvcache.groups import Hit
 from quire.messages.request import Request
+from quire.scheduler.encoding import Encoding, NoEncoding
 from quire.scheduler.preemption import Preemptor
 from quire.scheduler.request_table import RequestTable
 from quire.scheduler.step_builder import StepBuilder
@@ -34,6 +35,10 @@ class Admission:
         self._chunked = chunked
         self._clock = clock
 
+    @property
+    def _encoding(self) -> Encoding | NoEncoding:
+        return self._requests.encoding
+
     # Waiting requests
 
     def admit(self, builder: StepBuilder, budget: int, before: Request | None = None) -> int:
@@ -55,7 +60,7 @@ class Admission:
             admitted = self.admit_one(builder, request, budget)
             if admitted is None:
                 break
-            budget -= admitted
+            budget -= admitted + self._encoding.cost(request)
         return budget
 
     def admit_one(self, builder: StepBuilder, request: Request, budget: int, alone: bool = False) -> int | None:
@@ -67,7 +72,7 @@ class Admission:
         tables, known, sessions = self._tables, request.known, self._requests.sessions
         self._requests.extend_keys(request)
         own = sessions.kv.tokens_for(request)
-        hit = tables.find(request.keys if request.source.reads_cache and not own else [], known)
+        hit = self._find(request if request.source.reads_cache and not own else None, known)
         cached = own or len(hit.blocks) * tables.block_size
         spare = 0 if alone else self._preemptor.promised() + self._preemptor.headroom()
         # Again after each reclaim: it may free a block that was hit, which then costs, or drop only a shared reference.
@@ -81,21 +86,44 @@ class Admission:
         count = min(known - cached, budget)
         if count < known - cached <= self.step_tokens and not self._chunked:
             return None  # a later step has room for all of it; a prompt longer than any step is split in any case
+        lower = None if alone or own else self._swapper.find(request, hit)
+        if lower is not None and self._swapper.load(request, hit, lower, tables.pool.free - spare):
+            return 0
+        if self._encoding.is_on and request.source.spans:
+            if lower is not None and self._encoding.lacks_arrays(request.source):
+                return None  # a later step has blocks for what cannot be computed
+            if not self._encoding.cut(request, cached, count, budget):
+                return None  # a later step has room in the encoder's cache
         if own:
             sessions.kv.take(request)
         else:
-            lower = None if alone else self._swapper.find(request, hit)
-            if lower is not None and self._swapper.load(request, hit, lower, tables.pool.free - spare):
-                return 0
             tables.adopt(request, hit)
         self._policy.remove(request)
         return self._start(builder, request, cached, budget, hit.reach)
 
+    def _find(self, request: Request | None, known: int) -> Hit:
+        """What the prefix cache has of a request from which it can go on; None: of nothing."""
+        keys = [] if request is None else request.keys
+        hit = self._tables.find(keys, known)
+        if request is not None and self._encoding.unsplit and request.source.spans:
+            size = self._tables.block_size
+            while (allowed := self._encoding.boundary(request, len(hit.blocks) * size, size)) < len(hit.blocks) * size:
+                hit = self._tables.find(keys[: allowed // size], known)
+        return hit
+
     def _cost(self, request: Request, own: int, hit: Hit) -> int:
         """Free blocks it takes to hold the request's known tokens, the first `own` of which its session has."""
+        tables = self._tables
         if own:
-            return self._requests.sessions.kv.cost_of_taking(request)
-        return self._tables.cost_of_hit(hit, request.known)
+            cost = self._requests.sessions.kv.cost_of_taking(request)
+        else:
+            cost = tables.cost_of_hit(hit, request.known)
+        if tables.others and self._encoding.unsplit:  # windows give no pages back within the first image
+            cached = own or len(hit.blocks) * tables.block_size
+            ends = (span.stop for span in self._encoding.unsplit_spans(request.source) if span.stop > cached)
+            blocks = tables.blocks_for(next(ends, cached)) - tables.blocks_for(cached)
+            cost = max(cost, tables.pages_per_block * blocks + tables.cost_of_sharing(hit.blocks))
+        return cost
 
     def _preempt_for(self, builder: StepBuilder, request: Request, blocks: int = 0) -> None:
         """Preempt a tenant above its share, if the request's tenant is below its own and lacks a row or `blocks`. The
@@ -118,6 +146,8 @@ class Admission:
             if not self._requests.has_row_for(request):
                 continue  # its tenant is at its cap
             room = self._room(request, cached)
+            if room > 0 and not self._can_compute(request, cached, budget, room):
+                continue
             if room <= 0:
                 if not self._preemptor.reclaim(1, request) and not self._rows.used:
                     self._swapper.cancel_all(but=request)  # the others that load hold the blocks it needs
@@ -137,11 +167,22 @@ class Admission:
         room = self._room(request, cached)
         if room <= 0 or not self._requests.has_row_for(request):
             return False
+        if not self._can_compute(request, cached, budget, room):
+            return False
         builder.awaits_moves = True
         self._swapper.end_load(request)
         builder.publish(self._tables.publish(request, request.keys, cached // self._tables.block_size))
         self._start(builder, request, cached, min(budget, room))
         return True
+
+    def _can_compute(self, request: Request, cached: int, budget: int, room: int) -> bool:
+        """Whether some tokens after the first `cached` can be computed: there is room for the image that they begin
+        with, in the encoder's cache and in `room`."""
+        if not self._encoding.is_on or not request.source.spans:
+            return True
+        count = min(request.known - cached, budget, room)
+        count = self._encoding.cut(request, cached, count, budget)
+        return count > 0 and (count <= room or self._encoding.whole(request, cached, room) > 0)
 
     def _room(self, request: Request, cached: int) -> int:
         """Tokens after the first `cached` that fit into the request's blocks and the free ones."""
@@ -164,6 +205,10 @@ class Admission:
                 builder.assign(request.row, index, pages, group)
             count = min(count, self._room(request, cached))
             count = self._requests.states.cut(request, cached, count)
+        if self._encoding.is_on and request.source.spans:
+            count = self._encoding.cut(request, cached, count, budget)
+            if tables.others and count > (room := self._room(request, cached)):
+                count = self._encoding.whole(request, cached, room)
         self._preemptor.grow(builder, request, cached + count)
         builder.admit(request, cached)
         if cached == request.known - 1 and _can_decode(request):
@@ -197,4 +242,6 @@ class Admission:
 
 def _can_decode(request: Request) -> bool:
     """Whether the request's last token, the only one to compute, can be computed as a decode."""
+    if (spans := request.source.spans) and spans[-1].stop >= request.known:
+        return False  # decodes read token ids alone
     return request.source.pooling is None and request.beam is None and not request.siblings

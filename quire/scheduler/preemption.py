@@ -253,6 +253,7 @@ class Preemptor:
         if self._tables.state_pages and computed > tokens:
             return  # its state has consumed tokens that are not collected: there is no key for it
         if self._swapper.is_swappable(victim, tokens):
+            self._requests.timelines.note(victim, "swapped", tokens)
             self._swapper.swap_out(victim, tokens)
             self.preempt(builder, victim)
             self._requests.stats.swaps += 1

@@ -7,15 +7,18 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from quire.adapters.slots import AdapterSlots, NoAdapters
 from quire.errors import CacheTooSmallError, ValidationError
 from quire.kvcache.block_tables import BlockTables
 from quire.kvcache.prefix_cache import ContentKeys
+from quire.messages.adapter_use import identity_start
 from quire.messages.beams import Hypothesis
 from quire.messages.outputs import Finished, Key, Started, StepOutputs
 from quire.messages.plan import Fork, PromptLogprobs, TokenLogprobs, Vector
 from quire.messages.request import NewRequest, Request, RequestState
 from quire.scheduler.beam_search import BeamSearch
 from quire.scheduler.drafting import Drafting, NoDrafting
+from quire.scheduler.encoding import Encoding, NoEncoding
 from quire.scheduler.policies.base import Policy
 from quire.scheduler.policies.sharing import NoSharing, SharingPolicy
 from quire.scheduler.prefix_groups import NoPrefixGroups, PrefixGroups
@@ -24,6 +27,7 @@ from quire.scheduler.sessions import NoSessions, Sessions
 from quire.scheduler.states import NoRowStates, RowStates
 from quire.scheduler.stats import SchedulerStats
 from quire.scheduler.swapping import NoSwapper, Swapper
+from quire.scheduler.timelines import NoTimelines, Timelines
 
 
 class RequestTable:
@@ -52,12 +56,18 @@ class RequestTable:
         """Recurrent states of rows, and their snapshots."""
         self.drafting: Drafting | NoDrafting = NoDrafting()
         """How many drafts rows verify, and those that are made on the host."""
+        self.encoding: Encoding | NoEncoding = NoEncoding()
+        """Images and other inputs that are not token ids."""
         self.untrimmed: dict[Request, None] = {}
         """Requests that may have pages behind their window since the last chunk they computed."""
         self.on_structured_end: Callable[[Request, bool], None] = lambda request, is_last: None
         """Called when a sequence with structured output ends; `is_last`: no other of its request is left."""
         self.swapper: Swapper | NoSwapper = NoSwapper()
+        self.adapters: AdapterSlots | NoAdapters = NoAdapters()
+        """Slots of LoRA adapters on the device."""
         self.sessions: Sessions = NoSessions()
+        self.timelines: Timelines | NoTimelines = NoTimelines()
+        """What happened to recent requests; engines in a process of their own note it."""
         self.arrivals = 0
         """Requests added so far."""
         self._outputs = StepOutputs()
@@ -100,9 +110,14 @@ class RequestTable:
             raise ValidationError(
                 f"a request with the id {source.id!r} is not finished yet; ids are unique", "id", source.id
             )
+        self.encoding.check(source)
         needed = self.tables.pages_for(source.limit - 1)
         if source.num_sequences > 1:
             needed += self.tables.state_pages  # while one sequence's state is copied to another
+        if self.tables.has_windows:  # which give nothing back within an image that is computed in one step
+            for span in self.encoding.unsplit_spans(source):
+                more = self.tables.blocks_for(span.length) + 1
+                needed = max(needed, self.tables.pages_for(span.start) + more * self.tables.pages_per_block)
         if needed > self.tables.pool.capacity:
             size = self.tables.block_size
             raise CacheTooSmallError(
@@ -110,6 +125,8 @@ class RequestTable:
                 f"{needed} blocks of {size}; the KV cache has {self.tables.pool.capacity}. Lower max_tokens, shorten "
                 "the prompt, or give the cache more memory"
             )
+        if source.adapters and not self.adapters.is_on:
+            self.adapters.hold(source)  # raises
         self.sharing.accept(source)
         saved = self.sessions.begin(source) if source.session else 0
         sequences = [Request(source, index, self.arrivals, saved) for index in source.open_sequences]
@@ -126,15 +143,22 @@ class RequestTable:
         else:
             self._queue(waiting)  # before the table changes: a user's policy that raises leaves no request behind
         self._sequences[source.id] = sequences
+        for request in waiting:
+            self.timelines.note(request, request.state.value, request.known)
 
     def _queue(self, requests: Sequence[Request]) -> None:
-        """All of these wait for a row, or none if the policy raises."""
+        """All of these, which are of one request, wait for its adapters, or for a row; none if the policy raises."""
+        if not self.adapters.hold(requests[0].source):
+            for request in requests:
+                request.move(RequestState.ADAPTING)
+            return
         for count, request in enumerate(requests):
             try:
                 self.policy.add(request)
             except BaseException:
                 for queued in requests[:count]:
                     self.policy.remove(queued)
+                self.adapters.release(request.id)
                 raise
 
     def finish_complete(self, request_id: str) -> None:
@@ -148,20 +172,34 @@ class RequestTable:
 
     def end_compiling(self, request_id: str) -> None:
         """The request's grammar is compiled, or its late mask has come: the request waits for a row."""
-        for request in self.sequences(request_id):
-            if request.state is RequestState.COMPILING:
-                request.move(RequestState.WAITING)
-                self.policy.add(request)
+        compiled = [request for request in self.sequences(request_id) if request.state is RequestState.COMPILING]
+        for request in compiled:
+            request.move(RequestState.WAITING)
+        if compiled:
+            self._queue(compiled)
+        for request in compiled:
+            self.timelines.note(request, request.state.value, request.known)
+
+    def end_adapting(self) -> None:
+        """Requests whose adapters have been loaded wait for a row."""
+        for request_id in self.adapters.take_ready():
+            for request in self.sequences(request_id):
+                if request.state is RequestState.ADAPTING:
+                    request.move(RequestState.WAITING)
+                    self.policy.add(request)
+                    self.timelines.note(request, "waiting", request.known)
 
     def start_loading(self, request: Request) -> None:
         """The request waits for blocks from a lower tier instead of a row."""
         self.policy.remove(request)
         request.move(RequestState.LOADING)
+        self.timelines.note(request, "loading")
 
     def stop_loading(self, request: Request) -> None:
         """The request waits for a row again, without those blocks."""
         request.move(RequestState.WAITING)
         self.policy.add(request)
+        self.timelines.note(request, "waiting", request.known)
 
     def requeue(self, request: Request) -> None:
         """A request that lost its row waits for another; a beam that has drawn, only for the search's choice."""
@@ -175,6 +213,7 @@ class RequestTable:
         request.move(RequestState.RUNNING)
         self.rows.take(request, cached, request.known, len(request.blocks) * self.tables.block_size)
         self.drafting.start(request)
+        self.timelines.note(request, "admitted", cached)
         if request.first_scheduled is None:
             request.first_scheduled = now
             self._outputs.started.append(Started(request.key, now, cached))
@@ -256,6 +295,7 @@ class RequestTable:
         row = self.rows.fork(parent, child, blocks * self.tables.block_size)
         self.drafting.start(child)
         child.move(RequestState.RUNNING)
+        self.timelines.note(child, "admitted", parent.known)
         self.forked.update((parent, child))
         if self.tables.has_windows:
             self.untrimmed[child] = None
@@ -264,6 +304,7 @@ class RequestTable:
     def leave_row(self, request: Request, state: RequestState | None = None, has_ended: bool = False) -> None:
         """Row and blocks are given back. `has_ended`: the request will not have another."""
         self.drafting.leave(request, has_ended)
+        self.encoding.leave(request)
         self.groups.leave(request.row)
         self.states.leave(request)
         self.tables.release(request)
@@ -279,17 +320,20 @@ class RequestTable:
         request.preemptions += 1
         self.stats.preemptions += 1
         self._outputs.preempted.append(request.key)
+        self.timelines.note(request, "preempted", in_flight)
         self.leave_row(request, RequestState.PREEMPTED)
         self.requeue(request)
 
     def await_mask(self, request: Request) -> None:
         """The request waits until its grammar's mask is ready; draws in flight are ignored."""
         if request.row >= 0:
+            self.timelines.note(request, "awaits mask")
             self.leave_row(request, RequestState.WAITING)
             request.move(RequestState.COMPILING)
 
     def restart(self, request: Request) -> None:
         """The request leaves its row and waits for another; draws in flight are ignored."""
+        self.timelines.note(request, "restarted")
         self.leave_row(request, RequestState.WAITING)
         self.requeue(request)
 
@@ -432,6 +476,7 @@ class RequestTable:
         for one in ending:
             if failure := self._end_turn(one, reason, is_seen):
                 reason, message = "error", failure
+            self.timelines.finished(one, reason)
             self._remove(one)
         preemptions = sum(one.preemptions for one in ending)
         key = request.key if request.beam is None else (request.id, 0)
@@ -478,9 +523,10 @@ class RequestTable:
             self.leave_row(request, has_ended=True)
         elif request.state is RequestState.LOADING:
             self.swapper.cancel(request)
-        elif request.state is not RequestState.COMPILING:
+        elif request.state not in (RequestState.COMPILING, RequestState.ADAPTING):
             self.policy.remove(request)
         self.swapper.unpin(request)
+        self.encoding.end(request)
         request.move(RequestState.FINISHED)
         request.in_flight = 0
         self.stats.end_prompts((request,))
@@ -490,6 +536,7 @@ class RequestTable:
         sequences.remove(request)
         if not sequences:
             del self._sequences[request.id]
+            self.adapters.release(request.id)
 
     def check_idle(self) -> None:
         """Raise unless every block and row was given back. Call it when no request is unfinished."""
@@ -502,6 +549,8 @@ class RequestTable:
                 f"held blocks {held[:8]}, {len(self.policy)} waiting"
             )
         self.sharing.check_idle()
+        self.encoding.check_idle()
+        self.adapters.check_idle()
 
     # Content of blocks
 
@@ -511,15 +560,35 @@ class RequestTable:
             return
         size = self.tables.block_size
         keys, full = request.keys, request.known // self.tables.block_size
+        if len(keys) >= full:
+            return
+        if request.kv_identity:  # blocks wholly before the adapters act have the keys they have without
+            before = min(full, identity_start(request.kv_identity) // size)
+            if len(keys) < before:
+                keys += self._next_keys(request, before)
         if len(keys) < full:
-            parent = keys[-1] if keys else self._keys.root(request.source.salt)
-            keys += self._keys.keys_after(parent, request.tokens(len(keys) * size, full * size))
+            keys += self._next_keys(request, full)
+
+    def _next_keys(self, request: Request, end: int) -> list[bytes]:
+        """Keys of the request's blocks behind those that have one, up to block `end`."""
+        have, size = len(request.keys), self.tables.block_size
+        tokens, spans = request.tokens(have * size, end * size), request.source.key_spans
+        return self._keys.keys_after(self._parent(request, have), tokens, spans, have * size)
+
+    def _parent(self, request: Request, block: int) -> bytes:
+        """The key that the key of the request's block number `block` is made from."""
+        parent = request.keys[block - 1] if block else self._keys.root(request.source.salt)
+        identity = request.kv_identity
+        if identity and block == identity_start(identity) // self.tables.block_size:
+            return self._keys.adapted(parent, identity)
+        return parent
 
     def partial_key(self, request: Request, tokens: int) -> bytes:
         """The content key of a partly filled last block, which holds the request's tokens up to `tokens`."""
         full = tokens // self.tables.block_size
-        parent = request.keys[full - 1] if full else self._keys.root(request.source.salt)
-        return self._keys.key_after(parent, request.tokens(full * self.tables.block_size, tokens))
+        start = full * self.tables.block_size
+        part, spans = request.tokens(start, tokens), request.source.key_spans
+        return self._keys.key_after(self._parent(request, full), part, spans, start)
 
     def end_key(self, request: Request, tokens: int) -> bytes:
         """The content key of the request's first `tokens` tokens, whether they end within a block or not."""

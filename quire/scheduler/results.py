@@ -116,6 +116,12 @@ class ResultCollector:
         else:
             self._fail(request, NAN_LOGITS)
 
+    def fail(self, request: Request, message: str, error: str = "") -> None:
+        """End a request with its siblings that wait for its prompt, as `_fail` does, if it has not ended."""
+        for sequence in (request, *request.siblings):
+            if not sequence.is_finished:
+                self._fail(sequence, message, error)
+
     def _fail(self, request: Request, message: str, error: str = "") -> None:
         """End the request with an error, and drop its KV from all caches."""
         # No other request may read the KV that led here.

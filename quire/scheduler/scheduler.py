@@ -14,15 +14,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from quire.adapters.slots import AdapterSlots
+from quire.errors import AdapterError
 from quire.kvcache.block_tables import BlockTables
 from quire.kvcache.offload.manager import OffloadManager
 from quire.kvcache.prefix_cache import ContentKeys
+from quire.messages.media import EncoderLimits
 from quire.messages.outputs import Key, StepOutputs
 from quire.messages.plan import StepPlan, StepResult
 from quire.messages.request import NewRequest, Request, RequestState
 from quire.scheduler.admission import Admission
 from quire.scheduler.beam_search import BeamRows
 from quire.scheduler.drafting import Drafting
+from quire.scheduler.encoding import PIXELS_GONE, Encoding
 from quire.scheduler.pacing import NoPacer, Pacer
 from quire.scheduler.policies.base import Policy
 from quire.scheduler.preemption import Preemptor
@@ -54,18 +58,27 @@ class Scheduler:
         sessions: SessionKeeper | None = None,
         microbatches: int | None = None,
         drafting: Drafting | None = None,
+        encoder: EncoderLimits | None = None,
+        adapters: AdapterSlots | None = None,
     ) -> None:
         """`groups`: for a device whose attention reads shared blocks once per group. `pacer`: bounds what prompts add
         to the time of a step; without one, only tokens are bounded. `tiers`: host memory and disk for blocks.
 
         `microbatches`: the device is a pipeline with this many plans in flight. A row is then in one of them until its
         draw is collected, and each plan has its share of the decoding rows. None: a plan may have rows whose last token
-        only the device has. `drafting`: decodes verify drafts; without it, none do."""
+        only the device has. `drafting`: decodes verify drafts; without it, none do. `encoder`: what requests may have
+        beside token ids; without it, nothing. `adapters`: slots for the adapters that requests name."""
         self.requests = RequestTable(tables, policy, keys, max_rows, groups)
+        if encoder is not None and encoder.cache_rows:
+            self.requests.encoding = Encoding(encoder, token_budget, max_rows)
+        self._encoding = self.requests.encoding
         if tiers is not None:
             self.requests.swapper = Swapper(self.requests, tiers)
         if sessions is not None:
             self.attach(sessions)
+        if adapters is not None:
+            self.requests.adapters = adapters
+        self._adapters = self.requests.adapters
         self.tables = tables
         self.policy = policy
         self.rows = self.requests.rows
@@ -177,6 +190,10 @@ class Scheduler:
         """The request of each draw of a step in flight."""
         return next((other.draws for other in reversed(self._in_flight) if other.step == step), [])
 
+    def computed_in(self, step: int) -> list[Request]:
+        """The request of each row of a step in flight."""
+        return next((other.requests for other in self._in_flight if other.step == step), [])
+
     @property
     def waits_for_draws(self) -> bool:
         """Whether a row is planned again only when its draw is collected: all its tokens are known then."""
@@ -234,6 +251,10 @@ class Scheduler:
         """Apply what changed since the last step, and free blocks before they run out."""
         self.sessions.tick()
         self._swapper.poll()
+        if self._encoding.is_on:
+            self._begin_encoding()
+        if self._adapters.is_on:
+            self.requests.end_adapting()
         if self._quarantine.first is None:
             self._preemptor.relieve(builder, self._budget)
         for request in self._new_streams:
@@ -243,6 +264,13 @@ class Scheduler:
         self._beams.park()
         if self.tables.has_windows:
             self.requests.trim_computed()
+
+    def _begin_encoding(self) -> None:
+        """End requests whose images are neither cached nor given."""
+        self._encoding.begin()
+        for request in self._encoding.take_lacking():
+            for sequence in (request, *request.siblings):
+                self.fail(sequence, PIXELS_GONE, "ValidationError", "media")
 
     # Decodes
 
@@ -297,7 +325,7 @@ class Scheduler:
             if budget <= 0:
                 break
             if request.row >= 0:
-                budget -= self._schedule_chunk(builder, request, budget)
+                budget -= self._schedule_chunk(builder, request, budget) + self._encoding.cost(request)
         for request in builder.prompts:
             self._admission.publish_chunk(builder, request)
         return budget
@@ -306,11 +334,16 @@ class Scheduler:
         """Schedule as many of the row's known tokens as budget and blocks allow; returns how many."""
         computed, bound = int(self.rows.computed[request.row]), int(self.rows.bound[request.row])
         count = self.requests.states.cut(request, computed, min(bound - computed, budget))
+        if self._encoding.is_on and (count := self._encoding.cut(request, computed, count, budget)) <= 0:
+            return 0
         if self.tables.missing(request, computed + count) > self.tables.pool.free:
             self._preemptor.reclaim(self.tables.missing(request, computed + count) - self.tables.pool.free)
             room = self.tables.room(request, self.tables.pool.free) - computed
-            if room > 0:
-                count = min(count, room)
+            if (fitting := self._encoding.whole(request, computed, min(count, room))) > 0:
+                count = fitting
+            elif self._encoding.unsplit_spans(request.source):
+                if not self._preemptor.make_room(builder, request, self.tables.missing(request, computed + count)):
+                    return 0
             elif self._preemptor.make_room(builder, request, self.tables.pages_per_block):
                 count = min(count, self.tables.block_size)
             else:
@@ -328,8 +361,8 @@ class Scheduler:
 
     @property
     def _waits_for_moves(self) -> bool:
-        """Only copies between tiers are in progress: a step without rows waits for them."""
-        return not self._in_flight and self._swapper.is_moving
+        """Only copies between tiers, or loads of adapters, are in progress: a step without rows waits for them."""
+        return not self._in_flight and (self._swapper.is_moving or self._adapters.is_loading)
 
     def _launch(self, builder: StepBuilder, decodes: NDArray[np.int64]) -> StepPlan:
         decodes = np.concatenate([decodes, np.array([request.row for request in builder.ready], np.int64)])
@@ -342,8 +375,10 @@ class Scheduler:
         self._in_flight.append(in_flight)
         if len(plan.rows):
             self.stats.note_step(plan, builder, self.requests, self.pressure)
+            self.requests.timelines.launched(plan, in_flight.launched)
             decoded = plan.num_decodes + plan.num_drafts
-            self._pacer.launched(decoded, len(plan.tokens), in_flight.launched, not builder.awaits_moves)
+            worked = len(plan.tokens) + sum(each.item.rows for each in plan.encode)
+            self._pacer.launched(decoded, worked, in_flight.launched, not builder.awaits_moves)
             self._drafting.launched(plan, in_flight)
         return plan
 
@@ -358,11 +393,22 @@ class Scheduler:
             self._pacer.collected(self._clock())
             self._new_streams += step.draws[step.num_decodes :]
         self._swapper.collect(step, result.moves_done, self._clock())
+        if result.encode_errors:
+            for request, message in self._encoding.take_failed(result.encode_errors):
+                self._collector.fail(request, message, "ValidationError")
+        if result.adapters_done:
+            self._collect_adapters(result)
         self._quarantine.release(step.draws)
         self._drafting.collected(step, result, self._clock())
+        self.requests.timelines.collected(step.step, result, step.prompts_drawn, self._clock())
         prompts, generated = self.stats.end_prompts(step.prompts_drawn), self.stats.generated_tokens
         self._collector.apply(step, result)
         self.stats.note_results(prompts + self.stats.generated_tokens - generated)
+
+    def _collect_adapters(self, result: StepResult) -> None:
+        """Adapters were loaded, or could not be, which ends the requests that name them."""
+        for request_id, error in self._adapters.collect(result.adapters_done):
+            self.abort(request_id, "error", error, AdapterError.__name__, "lora_request")
 
     # When a step fails
 
@@ -374,8 +420,11 @@ class Scheduler:
             self.tables.withdraw(in_flight.published)
         self._in_flight.clear()
         self._pacer.forget_in_flight()
+        self.requests.timelines.forget_in_flight()
         self._drafting.forget_in_flight()
         self._swapper.reset()
+        self._encoding.reset()
+        self._adapters.reset()
         self.sessions.kv.forget_device()
         self.requests.start_over()
         self._writer.reset()
@@ -393,6 +442,8 @@ class Scheduler:
         """Run a quarantined request alone until it has drawn a token: if a step fails again, it is the cause."""
         if self._in_flight or request.state is RequestState.COMPILING:
             return None
+        if request.state is RequestState.ADAPTING:
+            return self._launch(builder, np.empty(0, np.int64)) if self._adapters.is_loading else None
         if request.row >= 0:
             self._schedule_chunk(builder, request, self._budget)
             self._admission.publish_chunk(builder, request)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from quire.messages.adapter_use import identity_start
 from quire.messages.plan import Drafts, Fork, Ints, NewRow, PrefixGroup, StepPlan
 from quire.messages.request import Request
 from quire.scheduler.request_table import RequestTable
@@ -178,6 +179,10 @@ class PlanWriter:
         table, rows = self._requests, self._requests.rows
         by_row = not table.tables.has_full  # the device finds no token ids in blocks
         added = [_new_row(request, int(rows.computed[request.row]), by_row) for request in builder.admitted]
+        if table.adapters.is_on:
+            for new, request in zip(added, builder.admitted, strict=True):
+                if (slot := table.adapters.slot_of(request.source)) >= 0:
+                    new.adapter, new.adapter_start = slot, identity_start(request.kv_identity)
         widths = rows.width[decodes] if rows.is_wide else None
         rewound = self._rewound(decodes)
         rows.plan_decodes(decodes, widths)
@@ -189,7 +194,12 @@ class PlanWriter:
         tokens: list[int] = []
         following: list[int] = []
         forks: list[Fork] = []
+        encoding = table.encoding
+        before = len(decodes) + num_drafts
         for request, count in builder.prompts.items():
+            if encoding.is_on and request.source.media:
+                start = int(rows.computed[request.row])
+                encoding.read(request, start, count, before + len(tokens))
             chunk, is_last = table.compute_chunk(request, count)
             tokens += chunk
             if self._with_following:
@@ -228,6 +238,7 @@ class PlanWriter:
             snapshots=builder.snapshots,
             forced=self._forced(decodes, builder.ready),
             moves=table.swapper.take_moves(self._step, not requests, builder.awaits_moves),
+            adapters=table.adapters.take_loads() if table.adapters.is_loading else [],
             groups=self._groups(),
             num_drafts=num_drafts,
             drafts=[builder.drafts[row] for row in decodes.tolist() if row in builder.drafts] if num_drafts else [],
@@ -236,6 +247,8 @@ class PlanWriter:
             rewound=rewound,
         )
         table.states.written()
+        if encoding.is_on:
+            encoding.write(plan)
         self._step += 1
         self._reset = False
         has_beams = rows.plan_draws(targets, plan.step, self._holds_rows)
@@ -301,4 +314,5 @@ def _new_row(request: Request, cached: int, with_tokens: bool) -> NewRow:
         bad_words=source.bad_words,
         pooling=None if source.pooling is None else source.pooling.pooling,
         computed=_ints(request.tokens(0, cached) if with_tokens else []),
+        position_delta=source.position_delta,
     )

@@ -193,6 +193,8 @@ class Swapper:
         full = most // size
         keys = request.keys[hit:full]
         found = self.tiers.find(keys)
+        tokens = self._requests.encoding.boundary(request, (hit + len(found)) * size, size)
+        found = found[: max(0, tokens // size - hit)]
         tokens = (hit + len(found)) * size
         keys = keys[: len(found)]
         if len(keys) + hit == request.saved // size and request.saved > tokens and most > tokens:
@@ -204,7 +206,7 @@ class Swapper:
         in_host = sum(found)
         worth = tokens - hit * size
         pays = self.tiers.costs.loading_pays(in_host, len(keys) - in_host, worth)
-        return LowerTierHit(keys, tokens) if pays else None
+        return LowerTierHit(keys, tokens) if pays or self._requests.encoding.lacks_arrays(request.source) else None
 
     def _find_grouped(self, request: Request, on_device: int) -> LowerTierHit | None:
         """The longest prefix that every group has on the device or in a lower tier, if it is longer than the
@@ -213,6 +215,8 @@ class Swapper:
         keys = request.keys[: most // size]
         reach = tables.reach(keys, self._has)
         end = tables.longest_prefix(keys, reach, self._has)
+        while (allowed := self._requests.encoding.boundary(request, end * size, size)) < end * size:
+            end = tables.longest_prefix(keys, allowed // size, self._has)
         tokens, end_key = end * size, keys[end - 1] if end else b""
         if request.saved % size and tokens < request.saved <= most:  # saved at its end, within a block
             partial = self._requests.partial_key(request, request.saved)
@@ -223,7 +227,7 @@ class Swapper:
         hit = self._missing_pages(keys, tokens, end_key)
         in_host = sum(self.tiers.host.has(key) for key in hit.keys)
         pays = self.tiers.costs.loading_pays(in_host, len(hit.keys) - in_host, tokens - on_device)
-        return hit if pays else None
+        return hit if pays or self._requests.encoding.lacks_arrays(request.source) else None
 
     def _has(self, number: int, key: bytes) -> bool:
         """Whether the group's block, or snapshot, that ends with the key is on the device or in a lower tier."""
@@ -312,6 +316,7 @@ class Swapper:
                     self._tables.release(request)
                 else:
                     tokens = (load.before + load.fetch.loaded) * size
+                    tokens = self._requests.encoding.boundary(request, tokens, size)
                 loaded.append((request, tokens))
         return loaded
 

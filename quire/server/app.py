@@ -17,14 +17,14 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quire.errors import ConfigError
 from quire.registry import resolve
-from quire.server.auth import tenant_of
+from quire.server.auth import check_origin, tenant_of
 from quire.server.config import ServerConfig
 from quire.server.context import ServerContext
 from quire.server.errors import ApiError, as_api_error, in_client_terms
 from quire.server.http import ClientDisconnectedError, Exchange
 from quire.server.observability.observer import ROUTE
 from quire.server.openapi import document
-from quire.server.routing import ADMIN, Route
+from quire.server.routing import ADMIN, ENGINE, PAGE, Route
 
 ROUTE_MODULES = [
     "chat", "batch_chat", "completions", "responses", "conversations", "messages", "embeddings", "scoring", "models",
@@ -62,7 +62,10 @@ def make_app(context: ServerContext) -> ASGIApp:
 
 def routes_of(context: ServerContext) -> list[Route]:
     """Every route of a server."""
-    names = [*ROUTE_MODULES, "admin"] if context.admin_keys else ROUTE_MODULES
+    names = [*ROUTE_MODULES, *(["page", "engine"] if context.config.page else [])]
+    names += ["admin"] if context.admin_keys else []
+    if context.config.allowed_lora_path and context.llm.config.enable_lora:
+        names.append("adapters")
     routes = [route for name in names for route in import_module(f"quire.server.routes.{name}").ROUTES]
     return [route for route in routes if not (context.config.disable_fastapi_docs and route.path == OPENAPI)]
 
@@ -84,6 +87,7 @@ class App:
         self._root = context.config.root_path
         self._first_parts = {_first_part(route.path) for route in routes}
         self._public = {route.path for route in routes if route.is_public}
+        self._admin = {route.path for route in routes if route.needs_admin}
         self._styles = {route.path: route.error_style for route in routes if route.error_style is not None}
         self._router = Router(
             [
@@ -119,6 +123,9 @@ class App:
     async def _answer(self, exchange: Exchange, receive: Receive, send: Send) -> None:
         context, scope = self._context, exchange.scope
         try:
+            if self._root and scope["path"] == self._root and context.config.page:
+                await exchange.reply(b"", 308, {"Location": self._root.rpartition("/")[2] + "/"})  # for relative links
+                return
             self._authenticate(exchange)
             await self._router(scope, receive, send)
         except asyncio.CancelledError:
@@ -140,9 +147,11 @@ class App:
         if context.config.enable_request_id_headers:
             exchange.extra_headers.append((b"x-request-id", exchange.id.encode()))
         path = exchange.scope["path"]
-        if path in self._public:
+        if path in self._public or (context.config.page and path.startswith(PAGE)):
             return
-        if path.startswith(ADMIN) and context.admin_keys:
+        if path.startswith((ADMIN, ENGINE)):
+            check_origin(exchange.headers, context.config.allowed_origins)
+        if (path.startswith(ADMIN) or path in self._admin) and context.admin_keys:
             context.admin_keys.check(exchange.headers)
         elif context.keys:
             exchange.tenant = context.keys.check(exchange.headers)

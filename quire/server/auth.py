@@ -47,6 +47,18 @@ def request_key(headers: Headers) -> str | None:
     return headers.get("x-api-key") or None
 
 
+def check_origin(headers: Headers, allowed: Sequence[str]) -> None:
+    """Raise 403 for a request that a page of another origin makes. Browsers say so in headers that pages cannot set;
+    other clients send none of them."""
+    origin, site = headers.get("origin", ""), headers.get("sec-fetch-site", "")
+    if origin in allowed or (origin and "*" in allowed):
+        return
+    hosts = {headers.get("host", ""), headers.get("x-forwarded-host", "")} - {""}
+    is_foreign = bool(origin) and origin.partition("://")[2] not in hosts
+    if site in ("cross-site", "same-site") or (is_foreign and site != "same-origin"):
+        raise ApiError(403, "pages of other origins may not read this (--allowed-origins lists those that may)")
+
+
 def tenant_of(headers: Headers) -> str:
     """The tenant that the headers name; used only if the server has no keys."""
     for name in TENANT_HEADERS:

@@ -13,11 +13,12 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from quire.api.async_sessions import BranchTurn, Turn
+from quire.api.chat_media import take_media
 from quire.api.text_encoding import TextEncoder
 from quire.api.work_pool import check_abandoned
 from quire.messages.outputs import CompletionOutput, RequestOutput
@@ -41,6 +42,7 @@ from quire.server.protocol.chat import ChatRequest
 from quire.server.protocol.conversation import NamedTool
 from quire.server.protocol.sampling import beam_search_params, sampling_params
 from quire.speculative.prediction import MAX_PREDICTED_TOKENS, PredictedText
+from quire.vision.processor import Prepared
 
 MOST_DROPPED = 4
 DROPPED_CHARACTERS = 64
@@ -118,6 +120,15 @@ class GeneratedChoice:
         return True
 
 
+class RenderedChat(NamedTuple):
+    """A conversation as a prompt."""
+
+    text: str
+    tokens: list[int]
+    media: Prepared | None = None
+    """Its images, if it has any."""
+
+
 @dataclass
 class SessionPrompt:
     """The prompt of a session's turn."""
@@ -125,6 +136,8 @@ class SessionPrompt:
     text: str
     tokens: list[int]
     turn: SessionTurn
+    media: Prepared | None = None
+    """Of a model that takes images: those of the session whose pixels are held."""
 
 
 @dataclass
@@ -222,7 +235,7 @@ def prepare(
     session's turn; `is_limit_soft`: the answer may end at the model's length, below the limit of the request;
     `branch`: what the prompt goes on from."""
     context.check_serving()
-    context.check_model(request.model)
+    context.check_model(exchange, request.model, request.adapters)
     request.check_fields()
     exchange.set_request_id(request.request_id)
     for index, message in enumerate(request.messages):
@@ -233,8 +246,11 @@ def prepare(
     params = sampling_params(
         request, context.sampling_defaults, context.max_new_tokens if limit is None else limit, logprobs
     )
-    text, tokens = render(context, request) if session is None else (session.text, session.tokens)
-    if branch is not None and branch.before and (same := branch.continued(context.texts, text)) is not None:
+    whole = None if session is None else RenderedChat(session.text, session.tokens, session.media)
+    text, tokens, media = whole or render(context, request)
+    if media is not None and session is None:
+        _check_media(params)
+    elif branch is not None and branch.before and (same := branch.continued(context.texts, text)) is not None:
         tokens = same if len(same) <= (params.truncate_prompt_tokens or len(same)) else tokens
     if request.echo and not request.stream and params.prompt_logprobs is None:
         params.prompt_logprobs = request.top_logprobs or 0
@@ -259,22 +275,25 @@ def prepare(
     if turn is None:
         turn = requested_session(exchange, request, search) if session is None else session.turn
     prediction = _prediction(context, request)
+    job = GenerationJob(
+        tokens,
+        params,
+        text,
+        request.priority or 0,
+        request.cache_salt,
+        search,
+        turn,
+        prediction,
+        is_turn_optional=turn is not None and session is None and request.session_id is None,
+        media=media,
+    )
     counter = UsageCounter()
     counter.predictions = [PredictedText(prediction) for _ in readers if prediction]
+    counter.image_tokens = job.image_tokens
     return ChatGeneration(
         context=context,
         exchange=exchange,
-        job=GenerationJob(
-            tokens,
-            params,
-            text,
-            request.priority or 0,
-            request.cache_salt,
-            search,
-            turn,
-            prediction,
-            is_turn_optional=turn is not None and session is None and request.session_id is None,
-        ),
+        job=job,
         choices=[GeneratedChoice(reader, plan, request.keeps_reasoning) for reader in readers],
         splits_reasoning=split is not None,
         is_streamed=bool(request.stream),
@@ -299,12 +318,28 @@ def tool_plan(context: ServerContext, request: ChatRequest) -> ToolPlan:
     )
 
 
-def render(context: ServerContext, request: ChatRequest) -> tuple[str, list[int]]:
-    """The conversation as text and as token ids."""
+def _check_media(params: SamplingParams) -> None:
+    if params.truncate_prompt_tokens is not None:
+        raise bad_request(
+            "a conversation with images is not truncated: leave truncate_prompt_tokens (truncation) out",
+            "truncate_prompt_tokens",
+        )
+
+
+def render(context: ServerContext, request: ChatRequest) -> RenderedChat:
+    """The conversation as text and as token ids, with its images."""
     if context.tool_prompts is None:
         raise bad_request("chat needs a tokenizer, and the server runs with --skip-tokenizer-init", "messages")
     _check_template(context, request)
-    messages = [message.as_dict() for message in request.messages]
+    given = [message.as_dict() for message in request.messages]
+    messages, sources = take_media(given, context.llm.inputs.media.check_kind)
+    if request.mm_processor_kwargs and not context.config.trust_request_mm_kwargs:
+        raise bad_request(
+            "mm_processor_kwargs is refused: the server must be started with --trust-request-mm-kwargs",
+            "mm_processor_kwargs",
+        )
+    if request.mm_processor_kwargs and not isinstance(request.mm_processor_kwargs, dict):
+        raise bad_request("mm_processor_kwargs must be an object", "mm_processor_kwargs")
     arguments: dict[str, Any] = {
         "preamble": preamble_of(context, request),
         "tools": rendered_tools(context, request),
@@ -318,11 +353,17 @@ def render(context: ServerContext, request: ChatRequest) -> tuple[str, list[int]
         "chat_template_kwargs": template_kwargs(context, request),
         "documents": request.documents,
     }
-    text = context.tool_prompts.render(messages, **arguments)
+    text = context.tool_prompts.render(list(messages), **arguments)
     check_abandoned()
     # The template writes the special tokens itself; the tokenizer must not add its own.
+    if sources:
+        media = context.llm.inputs.prepare_chat(
+            text, sources, request.mm_processor_kwargs or None, lambda whole: context.tokenize(whole, False)
+        )
+        return RenderedChat(text, media.tokens, media)
     from_start = request.truncation_side == "right"
-    return text, context.tokenize(text, False, keep=request.truncate_prompt_tokens, from_start=from_start)
+    tokens = context.tokenize(text, False, keep=request.truncate_prompt_tokens, from_start=from_start)
+    return RenderedChat(text, tokens)
 
 
 def _template_source(context: ServerContext, request: ChatRequest) -> str:
@@ -379,6 +420,8 @@ def _prediction(context: ServerContext, request: ChatRequest) -> list[int]:
 def _logprobs(context: ServerContext, request: ChatRequest) -> int | None:
     if not request.logprobs:
         return None
+    if request.logprob_token_ids:
+        return request.top_logprobs or None
     count, most = request.top_logprobs or 0, context.llm.config.max_logprobs
     if most >= 0 and not 0 <= count <= most:
         raise bad_request(f"top_logprobs is {count}; it must be from 0 to {most} (max_logprobs)", "top_logprobs")

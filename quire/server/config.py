@@ -12,7 +12,8 @@ from typing import Any
 import msgspec
 
 from quire.config import option
-from quire.errors import ConfigError
+from quire.errors import ConfigError, ValidationError
+from quire.messages.lora import LoRARequest
 
 LARGEST_PORT = 65535
 LOG_FORMATS = ("text", "json")
@@ -61,6 +62,7 @@ class ServerConfig:
         many=True,
     )
     disable_fastapi_docs: bool = option(False, "Do not serve /openapi.json", "listening")
+    page: bool = option(True, "Serve the page at /: a chat, and what the engine does", "listening")
 
     api_key: tuple[str, ...] = option(
         (),
@@ -73,6 +75,21 @@ class ServerConfig:
     served_model_name: tuple[str, ...] = option(
         (), "The model's name in the API; several are aliases, responses use the first", "answers", many=True
     )
+    lora_modules: tuple[str, ...] = option(
+        (),
+        "With enable_lora: adapters that are served from the start, each name=folder or "
+        '{"name": "…", "path": "…", "base_model_name": "…"}',
+        "adapters",
+        many=True,
+    )
+    allowed_lora_path: tuple[str, ...] = option(
+        (),
+        "Folders whose adapters may be loaded while the server runs, by /v1/load_lora_adapter with the admin key; "
+        "unset: none",
+        "adapters",
+        many=True,
+    )
+
     accept_any_model_name: bool = option(
         False, "Answer requests for any model with the one that is served, instead of with 404", "answers"
     )
@@ -95,6 +112,9 @@ class ServerConfig:
         False, "Refuse unknown fields of requests with a 400, instead of naming them in X-Quire-Ignored", "answers"
     )
     trust_request_chat_template: bool = option(False, "Accept chat templates in requests", "answers")
+    trust_request_mm_kwargs: bool = option(
+        False, "Accept settings of the image processor (mm_processor_kwargs) in requests", "answers"
+    )
     default_chat_template_kwargs: Mapping[str, Any] | None = option(
         None, "Default variables of the chat template, which requests can override (JSON)", "answers"
     )
@@ -115,9 +135,10 @@ class ServerConfig:
     max_queued_tokens: int | None = option(
         None, "Most prompt tokens that may wait per engine; unset: eight times its KV cache", "limits"
     )
-    max_body_bytes: int = option(
-        8 * 2**20,
-        "Longest request body in bytes; reading one of N MiB can hold up other requests for about 4 N ms",
+    max_body_bytes: int | None = option(
+        None,
+        "Longest request body in bytes; reading one of N MiB can hold up other requests for about 4 N ms. unset: "
+        "8 MiB, and if the model takes images, room for two of max_image_bytes besides",
         "limits",
     )
     max_body_values: int | None = option(
@@ -214,6 +235,7 @@ class ServerConfig:
             object.__setattr__(self, "api_key", (key,))
         self._check_numbers()
         self._check_access()
+        self._check_adapters()
 
     def _check_numbers(self) -> None:
         for name, least in (
@@ -255,6 +277,23 @@ class ServerConfig:
         object.__setattr__(self, "root_path", self.root_path.rstrip("/"))
         self._check_tls()
 
+    def _check_adapters(self) -> None:
+        requests = self.adapters
+        names = [request.name for request in requests] + list(self.served_model_name)
+        for name in names:
+            if names.count(name) > 1:
+                raise ConfigError(f"{name!r} is the name of two adapters or models", "lora_modules", name)
+        if self.allowed_lora_path and not self.admin_key:
+            raise ConfigError("allowed_lora_path needs an admin_key, which loads adapters", "allowed_lora_path")
+        for folder in self.allowed_lora_path:
+            if not os.path.isdir(folder):
+                raise ConfigError(f"allowed_lora_path: there is no folder {folder!r}", "allowed_lora_path", folder)
+
+    @property
+    def adapters(self) -> list[LoRARequest]:
+        """The adapters of `lora_modules`."""
+        return [_read_module(given, number) for number, given in enumerate(self.lora_modules, 1)]
+
     def _check_tls(self) -> None:
         for name in ("ssl_keyfile", "ssl_ca_certs", "ssl_ciphers", "ssl_cert_reqs", "enable_ssl_refresh"):
             if getattr(self, name) and self.ssl_certfile is None:
@@ -273,6 +312,33 @@ class ServerConfig:
     def client_certificates(self) -> int:
         """`ssl_cert_reqs`, or its default."""
         return (2 if self.ssl_ca_certs else 0) if self.ssl_cert_reqs is None else self.ssl_cert_reqs
+
+
+def _read_module(given: str, number: int) -> LoRARequest:
+    """An adapter as vLLM's flag has it: name=folder, or a JSON object."""
+    if given.lstrip().startswith("{"):
+        try:
+            fields = msgspec.json.decode(given, type=LoRAModule)
+        except msgspec.MsgspecError as error:
+            raise ConfigError(f"lora_modules: {given!r}: {error}", "lora_modules", given) from None
+    else:
+        name, equals, path = given.partition("=")
+        if not equals:
+            raise ConfigError(f"lora_modules: {given!r} is not name=folder", "lora_modules", given)
+        fields = LoRAModule(name, path)
+    try:
+        return LoRARequest(fields.name, number, fields.path, fields.base_model_name, pinned=fields.pinned)
+    except ValidationError as error:
+        raise ConfigError(f"lora_modules: {given!r}: {error}", "lora_modules", given) from None
+
+
+class LoRAModule(msgspec.Struct, forbid_unknown_fields=True):
+    """An adapter of `lora_modules` as JSON."""
+
+    name: str
+    path: str
+    base_model_name: str | None = None
+    pinned: bool = False
 
 
 def _flat(name: str, values: tuple[str, ...]) -> Iterator[str]:

@@ -6,14 +6,18 @@ import asyncio
 import functools
 import logging
 import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Any
 
 from quire import __version__
+from quire.api.adapters import check_uses
 from quire.api.async_llm import AsyncLLM
 from quire.api.text_encoding import TextEncoder, longest_token
 from quire.errors import ValidationError, short_repr
 from quire.loading.model_config import read_generation_config
+from quire.messages.adapter_use import AdapterUse
 from quire.messages.json_limits import JsonLimits
+from quire.messages.lora import check_weight
 from quire.messages.sampling import FROM_GENERATION_CONFIG
 from quire.output.detokenizer import Vocabulary
 from quire.output.parsers.reasoning import guess_reasoning_parser
@@ -24,7 +28,9 @@ from quire.server.fronts.counts import FrontCounts
 from quire.server.http import ClientDisconnectedError, Exchange
 from quire.server.lifecycle.supervisor import Supervisor, supervise
 from quire.server.limits import (
+    BODY_BYTES,
     BODY_DEPTH,
+    BODY_IMAGES,
     BODY_VALUES,
     OPEN_BODY_BYTES,
     OPEN_BODY_SIZES,
@@ -36,6 +42,7 @@ from quire.server.observability.logs import AccessLog, RequestLog
 from quire.server.observability.metrics import ServerMetrics
 from quire.server.observability.observer import HttpListener, Observer
 from quire.server.observability.tracing import make_traces
+from quire.server.page.feed import EngineFeed
 from quire.server.routing import Handler
 from quire.server.stored.background import StoredResponses
 from quire.server.tool_prompts import ToolPrompts
@@ -44,6 +51,8 @@ logger = logging.getLogger(__name__)
 
 QUEUED_CACHE_SIZES = 8
 """Default of max_queued_tokens, in sizes of the KV cache."""
+MOST_NAMES = 20
+"""Models that an error lists."""
 STALL_CHECK_SECONDS = 5.0
 """How often clients that stopped reading are looked for."""
 
@@ -69,6 +78,10 @@ class ServerContext:
         """None without a tokenizer."""
         self.reasoning_parser = config.reasoning_parser or _needed_reasoning_parser(llm, self.tokenizer)
         self.names = config.served_model_name or (llm.config.model,)
+        self.adapters = llm.adapters
+        """LoRA adapters that requests can name as their model."""
+        self.share_adapters: Callable[[], Awaitable[None]] = _nothing
+        """Tells other fronts that the adapters have changed; returns when they know."""
         self.created = int(time.time())
         self.version = __version__
         self.keys = ApiKeys(config.api_key)
@@ -81,12 +94,13 @@ class ServerContext:
         self.exchanges: set[Exchange] = set()
         """Requests being answered."""
         info, engines = llm.info, llm.config.data_parallel_size
-        most_bytes = config.max_open_body_bytes or max(OPEN_BODY_BYTES, OPEN_BODY_SIZES * config.max_body_bytes)
+        longest_body = config.max_body_bytes or _longest_body(llm)
+        most_bytes = config.max_open_body_bytes or max(OPEN_BODY_BYTES, OPEN_BODY_SIZES * longest_body)
         self.bodies = OpenBodies(most_bytes, counts)
         most_values = config.max_body_values or max(BODY_VALUES, 2 * info.max_model_len)
         self.limits = RequestLimits(
-            config.max_body_bytes, config.stall_timeout, self.bodies, JsonLimits(most_values, BODY_DEPTH), llm.work,
-            config.strict_fields,
+            longest_body, config.stall_timeout, self.bodies, JsonLimits(most_values, BODY_DEPTH), llm.work,
+            llm.media_work, config.strict_fields,
         )  # fmt: skip
         """Of each request."""
         if self.tokenizer is not None:
@@ -105,6 +119,7 @@ class ServerContext:
             list(zip(llm.replicas, self.supervisor.each, strict=True)),
             tuple if llm.router is None else llm.router.stats,
             self.stored,
+            llm.inputs.media.counts,
         )  # fmt: skip
         endpoint = config.otlp_traces_endpoint
         self._traces = None if endpoint is None else make_traces(endpoint, self.names[0])
@@ -120,6 +135,8 @@ class ServerContext:
         }
         self.max_new_tokens: int | None = generation.get("max_new_tokens") or None
         """The model's own limit on generated tokens, for requests without one."""
+        self.feed = EngineFeed(llm, self.supervisor)
+        """What the engine does, for viewers of the page."""
         self._stall_check: asyncio.Task[None] | None = None
         self._reloading: asyncio.Task[None] | None = None
 
@@ -144,6 +161,7 @@ class ServerContext:
     async def drain(self, seconds: float) -> None:
         """Take no more requests, wait for the open ones for `seconds`, then interrupt the rest."""
         self.is_draining = True
+        self.feed.close()
         deadline = time.monotonic() + seconds
         while (self.exchanges or self.stored.background.running) and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
@@ -202,11 +220,30 @@ class ServerContext:
         if not self.supervisor.is_serving:
             raise unavailable(f"the engine is not running: {self.supervisor.status}", self.retry_after)
 
-    def check_model(self, name: str | None) -> None:
-        """Raise 404 for a model that is not served, unless any name will do; None is the served one."""
-        if name is not None and name not in self.names and not self.config.accept_any_model_name:
-            shown = short_repr(name)
-            raise not_found(f"the model {shown} is not served here; available: {', '.join(self.names)}", "model")
+    def check_model(self, exchange: Exchange, name: str | None, adapters: Mapping[str, float] | None = None) -> None:
+        """Choose what the request is computed with. Raises 404 for a model that is not served, unless any name will do;
+        None is the served one. A name of an adapter, or weights of several, are the request's adapters."""
+        if name is not None and name not in self.names:
+            entry = self.adapters.get(name)
+            if entry is None and not self.config.accept_any_model_name:
+                raise self._no_model(name, "model")
+            exchange.adapters = [] if entry is None else [entry.use()]
+        if adapters:
+            exchange.adapters = check_uses([*exchange.adapters, *self._weighted(adapters)])
+
+    def _weighted(self, adapters: Mapping[str, float]) -> Iterator[AdapterUse]:
+        for name, weight in adapters.items():
+            entry = self.adapters.get(name)
+            if entry is None:
+                raise self._no_model(name, "adapters")
+            yield entry.use(check_weight(weight))
+
+    def _no_model(self, name: str, parameter: str) -> ApiError:
+        known = list(self.names) if parameter == "model" else []
+        known += [entry.name for entry in self.adapters]
+        shown = ", ".join(known[:MOST_NAMES]) + (", …" if len(known) > MOST_NAMES else "")
+        what = "model" if parameter == "model" else "adapter"
+        return not_found(f"the {what} {short_repr(name)} is not served here; available: {shown or 'none'}", parameter)
 
     @property
     def texts(self) -> TextEncoder:
@@ -261,6 +298,10 @@ class ServerContext:
         return min(bounds, default=None)
 
 
+async def _nothing() -> None:
+    """There are no other fronts."""
+
+
 def _needed_reasoning_parser(llm: AsyncLLM, tokenizer: Any) -> str | None:
     """The parser without which answers could not be read, by the chat template."""
     if tokenizer is None:
@@ -269,3 +310,10 @@ def _needed_reasoning_parser(llm: AsyncLLM, tokenizer: Any) -> str | None:
         return guess_reasoning_parser(llm.renderer.template())
     except ValidationError:  # the model has no template
         return None
+
+
+def _longest_body(llm: AsyncLLM) -> int:
+    """Default of max_body_bytes."""
+    if llm.inputs.media.processor is None:
+        return BODY_BYTES
+    return BODY_BYTES + BODY_IMAGES * llm.config.max_image_bytes * 4 // 3

@@ -23,17 +23,18 @@ from quire.api.async_sessions import Turn
 from quire.api.inputs import TokensPrompt
 from quire.errors import SessionBusyError
 from quire.messages.beams import BeamSearchParams
-from quire.messages.outputs import BeamSearchOutput, RequestOutput
+from quire.messages.outputs import BeamSearchOutput, RequestMetrics, RequestOutput
 from quire.messages.sampling import SamplingParams
 from quire.output.beams import as_request_output
 from quire.server.context import ServerContext
 from quire.server.errors import bad_request, engine_failure
 from quire.server.http import ChunkWriter, EventStream, Exchange
 from quire.server.limits import QueueTicket
-from quire.server.protocol.common import CompletionTokensDetails, PromptTokensDetails, Usage
+from quire.server.protocol.common import CompletionTokensDetails, PromptTokensDetails, Usage, used_energy
 from quire.server.protocol.sampling import GenerationFields, session_names
 from quire.sessions.log import session_key
 from quire.speculative.prediction import PredictedText
+from quire.vision.processor import Prepared
 
 SESSION_HEADER = "x-session-id"
 
@@ -63,6 +64,8 @@ class GenerationJob:
     request is none."""
     sink: DirectEvents | None = None
     """Sends new text."""
+    media: Prepared | None = None
+    """The prompt's images, if it has any; `tokens` has theirs."""
 
     @property
     def prompt(self) -> TokensPrompt:
@@ -72,7 +75,14 @@ class GenerationJob:
             prompt["prompt"] = self.text
         if self.prediction:
             prompt["prediction"] = self.prediction
+        if self.media is not None:
+            prompt["prepared"] = self.media
         return prompt
+
+    @property
+    def image_tokens(self) -> int:
+        """Prompt tokens that stand for images and videos."""
+        return 0 if self.media is None else sum(span.length for span in self.media.spans)
 
 
 class DirectEvents:
@@ -142,7 +152,12 @@ class EngineRequest:
     async def __aenter__(self) -> AsyncGenerator[RequestOutput, None]:
         job, exchange = self._job, self._exchange
         self._record = self._context.observer.on_submit(
-            exchange.id, job.params, job.tokens if job.text is None else job.text
+            exchange.id,
+            job.params,
+            job.tokens if job.text is None else job.text,
+            exchange.adapters,
+            0 if job.media is None else len(job.media.items),
+            job.image_tokens,
         )
         if job.search is not None:
             self._outputs = self._search(job.search)
@@ -153,7 +168,15 @@ class EngineRequest:
     def _run(self) -> AsyncGenerator[RequestOutput, None]:
         job, exchange = self._job, self._exchange
         return self._context.llm.run(
-            job.prompt, job.params, exchange.id, job.priority, exchange.tenant, job.turn, True, job.sink
+            job.prompt,
+            job.params,
+            exchange.id,
+            job.priority,
+            exchange.tenant,
+            job.turn,
+            True,
+            job.sink,
+            exchange.adapters,
         )
 
     async def _turn_or_not(self) -> AsyncGenerator[RequestOutput, None]:
@@ -194,7 +217,9 @@ class EngineRequest:
     async def _search(self, search: BeamSearchParams) -> AsyncGenerator[RequestOutput, None]:
         """Run a beam search; yields one output."""
         llm, job, exchange = self._context.llm, self._job, self._exchange
-        stream = await llm.submit(job.prompt, search, exchange.id, job.priority, exchange.tenant, shares_id=True)
+        stream = await llm.submit(
+            job.prompt, search, exchange.id, job.priority, exchange.tenant, shares_id=True, adapters=exchange.adapters
+        )
         try:
             found: BeamSearchOutput = await stream.take()
         finally:
@@ -290,11 +315,17 @@ class UsageCounter:
         """Reasoning tokens; None if reasoning is not separated from the answer."""
         self.predictions: list[PredictedText] = []
         """For each sequence of a request with a prediction: the prediction, as far as the sequence has come."""
+        self.image_tokens = 0
+        """Prompt tokens that stand for images and videos."""
+        self._metered: dict[int, RequestMetrics] = {}
+        """Of jobs whose energy is metered."""
 
     def add(self, index: int, output: RequestOutput) -> None:
         """Count an output of job `index`. Outputs must be deltas, or the only one."""
         if index not in self._prompts:
             self._prompts[index] = len(output.prompt_token_ids), output.num_cached_tokens or 0
+        if output.metrics is not None and output.metrics.energy_source is not None:
+            self._metered[index] = output.metrics
         for sequence in output.outputs:
             self.completion += len(sequence.token_ids)
             if self.predictions:
@@ -319,11 +350,15 @@ class UsageCounter:
             prompt_tokens=prompt,
             total_tokens=prompt + self.completion,
             completion_tokens=self.completion,
-            prompt_tokens_details=PromptTokensDetails(sum(cached for _, cached in self._prompts.values())),
+            prompt_tokens_details=PromptTokensDetails(
+                sum(cached for _, cached in self._prompts.values()), self.image_tokens or UNSET
+            ),
         )
         if self.reasoning is not None or self.predictions:
             usage.completion_tokens_details = CompletionTokensDetails(self.reasoning or 0)
         if self.predictions and usage.completion_tokens_details:
             usage.completion_tokens_details.accepted_prediction_tokens = sum(one.accepted for one in self.predictions)
             usage.completion_tokens_details.rejected_prediction_tokens = sum(one.rejected for one in self.predictions)
+        if self._metered:
+            usage.energy = used_energy(self._metered.values(), self.completion or prompt)
         return usage

@@ -22,6 +22,8 @@ import msgspec
 from starlette.datastructures import Headers, QueryParams
 from starlette.types import Message, Receive, Scope, Send
 
+from quire.api.work_pool import WorkPool
+from quire.messages.adapter_use import AdapterUse
 from quire.messages.json_limits import check_json
 from quire.server.errors import ApiError, bad_request, error_json
 from quire.server.limits import RequestLimits
@@ -88,6 +90,8 @@ class Exchange:
         """The client's X-Request-Id, or a generated one. Response ids, logs, traces and the engine use it."""
         self.tenant = ""
         """Set when the key is checked."""
+        self.adapters: list[AdapterUse] = []
+        """LoRA adapters that the request is computed with; set when its model is checked."""
         self.extra_headers: HeaderList = []
         """Sent with every response."""
         self.fields = FieldReader(limits.strict_fields)
@@ -196,20 +200,25 @@ class Exchange:
             headers={"Connection": "close"},  # otherwise the rest of it would have to be read
         )
 
-    async def work(self, function: Callable[..., T], *arguments: Any, is_long: bool = False) -> T:
+    async def work(
+        self, function: Callable[..., T], *arguments: Any, is_long: bool = False, has_media: bool = False
+    ) -> T:
         """The result of a call whose time depends on the body: made in a thread if that is not small, or if it
-        `is_long` anyway."""
+        `is_long` anyway. `has_media`: it may fetch and decode images, in a thread of another pool."""
+        if has_media:
+            return await self._call_in(self._limits.media_work, function, *arguments)
         return await self.call(self._body_bytes > SMALL_BODY or is_long, function, *arguments)
 
     async def call(self, in_thread: bool, function: Callable[..., T], *arguments: Any) -> T:
         """The result of a call, made here or in a thread, when this tenant has a turn. A client that disconnects before
         that ends the request."""
-        if not in_thread:
-            return function(*arguments)
+        return await self._call_in(self._limits.work, function, *arguments) if in_thread else function(*arguments)
+
+    async def _call_in(self, pool: WorkPool, function: Callable[..., T], *arguments: Any) -> T:
         if self._interruptible:
-            return await self._limits.work.run(function, *arguments, tenant=self.tenant)
+            return await pool.run(function, *arguments, tenant=self.tenant)
         async with self.interruptible():
-            return await self._limits.work.run(function, *arguments, tenant=self.tenant)
+            return await pool.run(function, *arguments, tenant=self.tenant)
 
     def _check_content_type(self) -> None:
         given = self.headers.get("content-type", "").partition(";")[0].strip().lower()

@@ -18,6 +18,10 @@ BODY_VALUES = 1 << 18
 """Default of max_body_values: so many are decoded in 20 ms. Long prompts of token ids need more."""
 BODY_DEPTH = 80
 """Free-form fields may be nested to 64 levels, a few levels below the body."""
+BODY_BYTES = 8 << 20
+"""Default of max_body_bytes, for text."""
+BODY_IMAGES = 2
+"""The largest images that a body has room for besides, if the model takes images; in base64 they are a third longer."""
 OPEN_BODY_BYTES, OPEN_BODY_SIZES = 256 << 20, 8
 """Default of max_open_body_bytes; at least so many sizes of the longest body."""
 
@@ -33,6 +37,8 @@ class RequestLimits:
     bodies: OpenBodies
     json: JsonLimits
     work: WorkPool
+    media_work: WorkPool
+    """Where requests with images are prepared."""
     strict_fields: bool = False
     """Whether fields that nothing reads are refused."""
 

@@ -10,13 +10,14 @@ from typing import Any, Union, get_args, get_origin
 
 import msgspec
 
+from quire.api.adapters import MAX_ADAPTERS_PER_REQUEST
 from quire.server.context import ServerContext
 from quire.server.errors import ErrorBody, phrase
 from quire.server.protocol.common import Body
 from quire.server.protocol.fields import BOOLEAN_TEXT, INTEGER_TEXT, NUMBER_TEXT
-from quire.server.protocol.messages import ANTHROPIC_BLOCKS
+from quire.server.protocol.messages import ANTHROPIC_BLOCKS, AnthropicImageBlock
 from quire.server.protocol.responses import INPUT_ITEMS
-from quire.server.protocol.values import SESSION_NAME
+from quire.server.protocol.values import IMAGE_PARTS, SESSION_NAME, TEXT_PARTS
 from quire.server.routing import ADMIN, Route
 
 REFERENCES = "#/components/schemas/{name}"
@@ -104,9 +105,21 @@ def _list_neutral_values(kind: type[Body], schema: dict[str, Any]) -> None:
 def _server_values(context: ServerContext, schemas: dict[Any, Any]) -> dict[str, Any]:
     """Values that depend on the running server, by the placeholders that field types use for them."""
     vocabulary, logprobs = context.llm.info.model.vocab_size, context.llm.config.max_logprobs
-    nested = {name: [schemas[kind] for kind in kinds.values()] for name, kinds in NESTED_OBJECTS.items()}
+    takes_images = "image" in context.llm.inputs.media.modalities
+    nested = {
+        name: [schemas[kind] for kind in kinds.values() if takes_images or kind is not AnthropicImageBlock]
+        for name, kinds in NESTED_OBJECTS.items()
+    }
+    adapters = [entry.name for entry in context.adapters]
     return nested | {
-        "$names": list(context.names),
+        "$processor_settings": [
+            {"enum": [None, {}, [], ""]},
+            *([{"type": "object"}] if context.config.trust_request_mm_kwargs else []),
+        ],
+        "$parts": TEXT_PARTS + (IMAGE_PARTS if takes_images else []),
+        "$names": [*context.names, *adapters],
+        "$adapters": adapters or [""],
+        "$max_adapters": min(len(adapters), MAX_ADAPTERS_PER_REQUEST),
         "$max_model_len": context.max_model_len,
         "$max_samples": context.config.max_samples,
         "$last_token": vocabulary - 1,
@@ -142,7 +155,7 @@ def _operation(route: Route, schemas: dict[Any, Any], context: ServerContext) ->
             "description": phrase(status),
             "content": {"application/json": {"schema": schemas[_error_kind(route)]}},
         }
-    if route.path.startswith(ADMIN):
+    if route.path.startswith(ADMIN) or route.needs_admin:
         operation["security"] = [{"admin": []}]
     elif context.keys and not route.is_public:
         operation["security"] = [{"key": []}]

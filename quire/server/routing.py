@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 Handler = Callable[["ServerContext", "Exchange"], Awaitable[None]]
 
 ADMIN = "/admin/"
+ENGINE = "/v1/engine/"
+PAGE = "/page/"
 
 BODY_ERRORS = (400, 404, 408, 413, 415, 429)
 GENERATION_ERRORS = (500, 503)
@@ -60,6 +62,8 @@ class Route:
     """It needs no key."""
     is_hubs: bool = False
     """It is about the whole server, or about what only one process keeps: with several fronts, the hub answers it."""
+    needs_admin: bool = False
+    """It needs the admin key, as all routes under /admin do."""
     error_style: ErrorStyle | None = None
     """Its error format, if not OpenAI's."""
 

@@ -11,10 +11,12 @@ import signal
 import socket
 import stat
 from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
 from typing import Any
 
 import uvicorn
 
+from quire.adapters.folder import describe_adapter
 from quire.api.async_llm import AsyncLLM
 from quire.config import EngineConfig
 from quire.errors import ConfigError
@@ -42,13 +44,31 @@ def serve(
     """Run a server until a signal stops it. `on_ready` is called with it and its address when it accepts requests."""
     raise_descriptor_limit()
     find_middleware(config)  # refuses a wrong one before the model is loaded
+    check_modules(engine, config)
     with listening(config) as (sock, url):
         llm = AsyncLLM.from_config(engine, spares_torch=True)
         try:
+            load_modules(llm, config)
             run_loop(run(llm, config, sock, url, on_ready))
         finally:
             llm.shutdown()
     return 0
+
+
+def load_modules(llm: AsyncLLM, config: ServerConfig) -> None:
+    """List the adapters that are served from the start."""
+    for request in config.adapters:
+        llm.adapters.add(request)
+
+
+def check_modules(engine: EngineConfig, config: ServerConfig) -> None:
+    """Refuse adapters that cannot be served before the model is loaded, as far as that is possible."""
+    if config.lora_modules and not engine.enable_lora:
+        raise ConfigError("lora_modules needs enable_lora (--enable-lora)", "lora_modules")
+    for request in config.adapters:
+        if not config.served_model_name and request.name == engine.model:
+            raise ConfigError(f"{request.name!r} is the name of the model itself", "lora_modules", request.name)
+        describe_adapter(Path(request.path), engine.max_lora_rank)
 
 
 def run_loop(main: Coroutine[Any, Any, None]) -> None:

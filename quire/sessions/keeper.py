@@ -19,9 +19,11 @@ import numpy as np
 
 from quire.errors import SessionBusyError, SessionQuotaError, StoreError, ValidationError
 from quire.kvcache.offload.manager import OffloadManager
+from quire.messages.media import PromptMedia, key_spans
 from quire.messages.request import NewRequest, Request
 from quire.sessions.log import Session, SessionStore, name_of
 from quire.sessions.log.export import check_length, check_model, check_token_ids, decode_export, exported_bytes
+from quire.sessions.log.spans import common_spans, restored_media, stored_spans
 from quire.sessions.log.state import SessionUse, check_name, owner_of, unpack_tokens
 from quire.sessions.quota import SessionQuota
 from quire.sessions.session_kv import SessionKV
@@ -110,40 +112,66 @@ class SessionKeeper:
         salt: str = "",
         ttl: float | None = None,
         meta: Mapping[str, str] | None = None,
+        media: PromptMedia | None = None,
         durable: bool = True,
     ) -> SessionInfo:
-        """Create a session."""
+        """Create a session. `media`: what the tokens have in place of ids; pixels are not kept."""
         if name not in self.store:
             self._check_quota(name, len(tokens), 1, meta)
+        spans = () if media is None else stored_spans(media, len(tokens), (), 0)
         self.store.create(
-            name, tokens, fingerprint=self._token_fingerprint, salt=salt, ttl=ttl, meta=meta, durable=durable
-        )
+            name, tokens, fingerprint=self._token_fingerprint, salt=salt, ttl=ttl, meta=meta, spans=spans,
+            durable=durable,
+        )  # fmt: skip
         return self._info(name)
 
-    def append(self, name: str, tokens: Sequence[int], *, at: int | None = None, durable: bool = True) -> SessionInfo:
-        """Append tokens, after the first `at` if given; the next turn computes them."""
+    def append(
+        self,
+        name: str,
+        tokens: Sequence[int],
+        *,
+        at: int | None = None,
+        media: PromptMedia | None = None,
+        durable: bool = True,
+    ) -> SessionInfo:
+        """Append tokens, after the first `at` if given; the next turn computes them. `media` as in `create`."""
         self._check_free(name)
         length = self.store.get(name).num_tokens
         self._check_quota(name, len(tokens) - (0 if at is None else length - at))
         if at is not None:
             self.cut(name, at, durable=False)
-        self.store.append(name, tokens, durable=durable)
+        session = self.store.get(name)
+        spans = () if media is None else stored_spans(media, len(tokens), session.spans, session.num_tokens)
+        self.store.append(name, tokens, spans=spans, durable=durable)
         return self._info(name)
 
-    def rewrite(self, name: str, tokens: Sequence[int], *, salt: str = "", durable: bool = True) -> SessionInfo:
-        """Replace the session's tokens, keeping the KV of the common prefix; creates the session if needed."""
+    def rewrite(
+        self,
+        name: str,
+        tokens: Sequence[int],
+        *,
+        salt: str = "",
+        media: PromptMedia | None = None,
+        durable: bool = True,
+    ) -> SessionInfo:
+        """Replace the session's tokens, keeping the KV of the common prefix; creates the session if needed. `media` as
+        in `create`."""
         if name not in self.store:
-            return self.create(name, tokens, salt=salt, durable=durable)
+            return self.create(name, tokens, salt=salt, media=media, durable=durable)
         self._check_free(name)
         before, new = self.store.tokens(name), np.asarray(tokens, np.int32)
         self._check_quota(name, len(new) - len(before))
         same = min(len(before), len(new))
         differ = np.flatnonzero(before[:same] != new[:same])
         same = int(differ[0]) if len(differ) else same
+        old = self.store.get(name).spans
+        spans = () if media is None else stored_spans(media, len(new), (), 0)
+        same = common_spans(old, spans, same)
         if same < len(before):
             self.store.truncate(name, same, durable=False)
             self.kv.cut(name, same)
-        self.store.append(name, new[same:], durable=durable)
+        later = [span for span in spans if span.start >= same]
+        self.store.append(name, new[same:], spans=later, durable=durable)
         return self._info(name)
 
     def fork(self, name: str, new_name: str, at: int | None = None, *, durable: bool = True) -> SessionInfo:
@@ -284,14 +312,29 @@ class SessionKeeper:
                 f"session {name_of(source.session)!r} has changed since its tokens were read: try again"
             )
         self._check_quota(source.session, 1)
+        if session.spans or source.media:
+            self._restore_media(session, source)
         if session.salt != source.salt:  # its blocks have keys with the salt it was created with
             source.salt, source.keys = session.salt, []
         self.store.touch(source.session)
         self.kv.begin(source.session, source.id)
-        saved = session.kv_tokens if session.kv_fingerprint == self.kv.fingerprint else 0
-        if not source.keys:
+        identity = source.kv_identity
+        saved = session.kv_tokens if session.kv_fingerprint == self.kv.fingerprint_of(identity) else 0
+        if not source.keys and not identity:
             source.keys = self.kv.known_keys(source.session, saved)
         return saved
+
+    def _restore_media(self, session: Session, source: NewRequest) -> None:
+        """The turn reads the session's images: its own items bring the pixels of those that it has."""
+        media = restored_media(session.spans, session.num_tokens, source.media)
+        if source.spans and key_spans(source.media, source.spans) != session.key_spans:
+            raise SessionBusyError(
+                f"session {name_of(source.session)!r} has other images than those the turn was made for: try again"
+            )
+        if not source.spans:
+            source.keys = []  # of the token ids alone
+        source.media, source.spans = media.items, media.spans
+        source.positions, source.position_delta = media.positions, media.position_delta
 
     def _take_back_turn(self, source: NewRequest) -> None:
         """A turn goes on after its engine died: that engine may have appended the whole output, and died before it

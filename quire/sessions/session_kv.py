@@ -9,6 +9,8 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from blake3 import blake3
+
 from quire.errors import StoreError
 from quire.kvcache.block_tables import BlockTables
 from quire.kvcache.groups import GroupTable
@@ -16,6 +18,7 @@ from quire.kvcache.offload.manager import OffloadManager
 from quire.kvcache.offload.page_keys import pages_to_continue
 from quire.kvcache.offload.transfers import SaveTransfer
 from quire.kvcache.prefix_cache import ContentKeys
+from quire.messages.adapter_use import identity_start
 from quire.messages.request import Request
 from quire.sessions.log import SessionStore
 from quire.sessions.pinned_blocks import PinnedBlocks
@@ -36,6 +39,8 @@ class ResidentSession:
     """Content keys of its full blocks."""
     tokens: int = 0
     """Leading tokens with KV in those blocks."""
+    identity: bytes = b""
+    """`NewRequest.kv_identity` of the turn that computed them: a turn with other adapters cannot use them."""
     turn: str = ""
     """Id of the request that is its running turn; empty: none."""
     suspend_after_turn: bool = False
@@ -124,6 +129,8 @@ class SessionKV:
         resident = self._resident.get(request.source.session) if request.source.session else None
         if resident is None or not resident.blocks or not request.source.reads_cache:
             return 0
+        if resident.identity != request.kv_identity:
+            return 0
         tokens = min(resident.tokens, request.known - 1)
         return tokens if self._tables.can_continue(resident, resident.tokens, tokens) else 0
 
@@ -157,6 +164,7 @@ class SessionKV:
             return
         self._tables.hand_over(request, resident, tokens)
         resident.tokens = tokens
+        resident.identity = request.kv_identity
         resident.keys = request.keys[: tokens // self._tables.block_size]
 
     def end(self, name: str, is_stored: bool) -> None:
@@ -178,6 +186,7 @@ class SessionKV:
         """Give a fork with the first `tokens` tokens of a session the blocks of those tokens."""
         if (resident := self._resident.get(name)) is not None and resident.blocks:
             child = ResidentSession(new_name, idle_since=self._clock(), keys=list(resident.keys))
+            child.identity = resident.identity
             child.tokens = min(resident.tokens, tokens)
             if self._tables.can_continue(resident, resident.tokens, child.tokens):
                 self._tables.share(resident, child, child.tokens)
@@ -309,11 +318,16 @@ class SessionKV:
     def _record_kv(self, resident: ResidentSession) -> None:
         """Record in the session's log how many tokens have KV, so that its next turn looks for these."""
         try:
-            self._store.set_kv(resident.name, resident.tokens, self.fingerprint)
+            self._store.set_kv(resident.name, resident.tokens, self.fingerprint_of(resident.identity))
             if self._pinned is not None:
                 self._pinned.pin(resident.name)
         except (StoreError, KeyError) as error:
             logger.warning("cannot record the KV of session %r, it will be computed again: %s", resident.name, error)
+
+    def fingerprint_of(self, identity: bytes) -> bytes:
+        """What the session's log calls KV that was computed with these adapters. The disk tier pins KV without adapters
+        only."""
+        return blake3(self.fingerprint + identity).digest() if identity else self.fingerprint
 
     def _pin_in_host(self, name: str, keys: list[bytes]) -> None:
         assert self._tiers is not None
@@ -330,7 +344,10 @@ class SessionKV:
             return resident.keys[full - 1]
         session = self._store.get(resident.name)
         parent = resident.keys[full - 1] if full else self._keys.root(session.salt)
-        return self._keys.key_after(parent, self._store.tokens(resident.name, full * size, resident.tokens))
+        if resident.identity and full == identity_start(resident.identity) // size:
+            parent = self._keys.adapted(parent, resident.identity)
+        tokens = self._store.tokens(resident.name, full * size, resident.tokens)
+        return self._keys.key_after(parent, tokens, session.key_spans, full * size)
 
     def _release(self, resident: ResidentSession) -> None:
         self._tables.release(resident)

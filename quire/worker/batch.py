@@ -14,6 +14,7 @@ from quire.kernels.states import StateReplay
 from quire.layers.attention.base import AttentionInputs, LastTokens
 from quire.messages.plan import MAX_WIDTH, Drafts, Fork, NewRow, StepPlan
 from quire.messages.sampling import ACCEPT_STREAM, SCALARS
+from quire.worker.adapter_rows import AdapterRows
 from quire.worker.extras import RowExtras, RowKind, ScalarColumns, pack_scalars
 from quire.worker.kv import KVCache
 
@@ -120,6 +121,8 @@ class DeviceBatch:
         self._verified: HostDraws | None = None
         self._picks = self._draw_rows = self._sample_rows = torch.empty(0)
         self._offsets: torch.Tensor | None = None
+        self.adapters: AdapterRows | None = None
+        """The rows' LoRA adapters, if the engine serves any."""
         self.speculates = False
         """Whether rows may have drafts."""
         self.proposer_error: Exception | None = None
@@ -139,6 +142,8 @@ class DeviceBatch:
             # One row more than requests can have: it is never active, and fills up steps that are padded.
             return torch.zeros(max_rows + 1, *width, dtype=dtype, device=device)
 
+        self.position_delta: torch.Tensor | None = None
+        """[rows]: what is added to a token's index to have its position, in models that have three of each."""
         self.last_token = column(torch.int64)
         self.num_tokens = column(torch.int64)
         self.num_computed = column(torch.int64)
@@ -180,6 +185,25 @@ class DeviceBatch:
             self.synthetic_rates = torch.tensor(padded, dtype=torch.float64, device=self._device)
         if sampled:
             self.draft_probs = torch.zeros(self.max_rows + 1, sampled, self.vocab_size, device=self._device)
+
+    def use_deltas(self) -> None:
+        """Positions may differ from indices, and prompts may have three a token (M-RoPE)."""
+        self.position_delta = torch.zeros_like(self.num_tokens)
+
+    def _add_deltas(self, added: list[NewRow]) -> None:
+        if self.position_delta is not None and added:
+            rows, deltas = self.upload([new.row for new in added], [new.position_delta for new in added])
+            self.position_delta[rows] = deltas
+
+    def _prompt_positions(self, plan: StepPlan, positions: torch.Tensor) -> torch.Tensor:
+        """[3, tokens] if the plan has positions of prompts; else `positions` [tokens]."""
+        if self.position_delta is None or not len(plan.positions):
+            return positions
+        (flat,) = self.upload(plan.positions)
+        given = flat.view(3, -1)
+        before = len(positions) - given.shape[1]
+        prompts = torch.where(given >= 0, given, positions[before:])
+        return torch.cat([positions[:before].expand(3, -1), prompts], dim=1)
 
     def apply(self, plan: StepPlan, padded_rows: int = 0) -> None:
         """Apply the plan's changes to the rows; `padded_rows`: rows of the step if it is padded, else 0."""
@@ -274,6 +298,7 @@ class DeviceBatch:
         self.num_drafts[rows] = 0
         self._set_stop_ids(rows, [new.stop_ids for new in added])
         self._add_token_ids(added)
+        self._add_deltas(added)
         for new in added:
             self._remember(new)
 
@@ -333,6 +358,9 @@ class DeviceBatch:
         else:
             columns = positions.clamp(max=self.token_ids.shape[1] - 1)
             self.token_ids[torch.where(is_active, owners, self.max_rows), columns] = tokens.to(torch.int32)
+        if self.position_delta is not None:
+            moved = (positions + self.position_delta[owners]).clamp(min=0)
+            positions = self._prompt_positions(plan, moved)
         context = starts + counts
         self.num_computed[rows] = context
         step = AttentionInputs(
@@ -430,6 +458,8 @@ class DeviceBatch:
         groups = self._single_tokens(rows, positions + 1, slots[0], longest)
         for group, inputs in enumerate(groups):
             inputs.slots = slots[min(group, len(slots) - 1)]
+        if self.position_delta is not None:
+            positions = (positions + self.position_delta[rows]).clamp(min=0)
         return positions, groups
 
     def _tables_of(self, group: int, rows: torch.Tensor, max_context: int) -> torch.Tensor:
@@ -447,6 +477,8 @@ class DeviceBatch:
         sources, rows, sequences = self.upload(
             [fork.source for fork in forks], [fork.row for fork in forks], [fork.sequence for fork in forks]
         )
+        if self.position_delta is not None:
+            self.position_delta[rows] = self.position_delta[sources]
         for column in (
             self.last_token, self.num_tokens, self.num_computed, self.prompt_len, self.limit, self.active,
             *self.block_tables, self.seed, self.scalars, self.stop_ids, self.token_ids,

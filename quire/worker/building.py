@@ -10,18 +10,21 @@ from typing import Any
 
 import torch
 
+from quire.adapters.device import DeviceAdapters
 from quire.config import EngineConfig
 from quire.distributed.experts import ExpertRanks
 from quire.distributed.groups import Ranks
-from quire.errors import ConfigError
+from quire.errors import ConfigError, UnsupportedModelError
 from quire.kernels.base import Ops
 from quire.kernels.kv import KVFormat
+from quire.layers.adapters import SlotSpace
 from quire.layers.attention.base import AttentionBackend, attention_backend
 from quire.layers.attention.scales import is_attention_scale
 from quire.layers.build_context import BuildContext, create_weights
 from quire.layers.caches import LayerCache
 from quire.loading.files import ModelFiles
 from quire.loading.model_config import ModelConfig, checkpoint_kv_dtype
+from quire.messages.media import EncoderLimits
 from quire.models.base import CausalLM
 from quire.models.registry import implementation, model_class
 from quire.platforms.base import Platform
@@ -30,9 +33,14 @@ from quire.registry import resolve
 from quire.speculative.config import MTP
 from quire.speculative.device import DeviceProposer
 from quire.speculative.registry import make_device_proposer
+from quire.vision.base import VisionEncoder
+from quire.vision.loading import LazyEncoder, encoder_from
+from quire.worker.weight_image import WeightImage
 
 logger = logging.getLogger(__name__)
 
+RANK_STEP = 16
+"""On a GPU ranks are padded to a multiple of this: a tile of its matrix units."""
 DTYPES = {
     "float32": torch.float32,
     "float": torch.float32,
@@ -89,12 +97,13 @@ def build_model(
     device: torch.device | None = None,
     replica: int = 0,
     dense: bool = False,
+    image: WeightImage | None = None,
 ) -> CausalLM:
     """The model's layers, their weights not filled. `device`: if not the platform's, such as "meta" for
     shapes only.
 
     `replica`: this engine's number among those that share the experts. `dense`: all matrices in `dtype`, also those
-    of a GGUF file that could stay packed.
+    of a GGUF file that could stay packed. `image`: where its weights may be already.
     """
     dtype = choose_dtype(config.dtype, model, files, platform)
     _check_invariance(config, platform, dtype)
@@ -113,6 +122,8 @@ def build_model(
         kv_format=kv_format,
         scheme=None if dense else find_scheme(config, files, model, on_cpu=platform.device.type == "cpu"),
     )
+    if image is not None:
+        build.memory.begin_image(image.data)
     if implementation(model.architecture, config.model_impl) == "transformers":
         check_through_transformers(config, files, model)
         _warn_once(
@@ -122,6 +133,19 @@ def build_model(
     built: CausalLM = model_class(model.architecture, config.model_impl)(build)  # type: ignore[call-arg]
     create_weights(built, build)  # type: ignore[arg-type]
     return built
+
+
+def make_adapters(config: EngineConfig, model: CausalLM, device: torch.device) -> DeviceAdapters | None:
+    """Slots for LoRA adapters in the model's layers; None: the engine serves none."""
+    if not config.enable_lora:
+        return None
+    dtype = model.build.dtype if config.lora_dtype == "auto" else DTYPES[config.lora_dtype]
+    rank = config.max_lora_rank
+    if device.type == "cuda":
+        rank = -(-rank // RANK_STEP) * RANK_STEP
+    space = SlotSpace(config.max_loras, rank, dtype, device)
+    host = 2 * config.max_loras if config.max_cpu_loras is None else config.max_cpu_loras
+    return DeviceAdapters(model, space, host, config.max_lora_rank)
 
 
 def build_proposer(config: EngineConfig, files: ModelFiles, model: CausalLM) -> DeviceProposer | None:
@@ -142,6 +166,51 @@ def load_proposer(proposer: Any, config: EngineConfig, progress: bool) -> None:
     """Fill a proposer's weights, if it has any."""
     if (load := getattr(proposer, "load", None)) is not None:
         load(config.load_format, config.seed, progress)
+
+
+def load_vision(config: EngineConfig, files: ModelFiles, build: BuildContext) -> VisionEncoder:
+    """The model's encoder of images with its weights, or with weights that are read when the first image comes."""
+
+    def make() -> VisionEncoder:
+        found = encoder_from(files, build, config.load_format, config.seed)
+        assert found is not None
+        return found
+
+    return LazyEncoder(build, make) if config.vision == "lazy" else make()
+
+
+def encoder_limits(config: EngineConfig, model: CausalLM, encoder: VisionEncoder | None) -> EncoderLimits:
+    """What requests may have beside token ids."""
+    if encoder is None and not config.enable_prompt_embeds:
+        return EncoderLimits()
+    if not hasattr(model, "embed"):
+        if encoder is None:
+            raise ConfigError(
+                f"enable_prompt_embeds is not implemented for {model.build.config.architecture}",
+                "enable_prompt_embeds",
+                True,
+            )
+        raise UnsupportedModelError(f"{model.build.config.architecture} takes no embeddings in place of token ids")
+    hidden = model.build.config.hidden_size
+    width = hidden if encoder is None else encoder.width
+    deep = width // hidden - 1
+    first = replace(model.build.ranks, pp_rank=0)
+    if deep and deep > len(first.layers(model.build.config.num_layers)):
+        raise ConfigError(
+            f"{model.build.config.architecture} reads its images in its first {deep} layers, which must be on the "
+            "first pipeline stage: use fewer stages",
+            "pipeline_parallel_size",
+            model.build.ranks.pp_size,
+        )
+    return EncoderLimits(
+        cache_rows=config.encoder_cache_tokens,
+        has_encoder=encoder is not None,
+        takes_embeds=config.enable_prompt_embeds,
+        bidirectional=encoder is not None and bool(getattr(model, "bidirectional_spans", False)),
+        mrope=encoder is not None and bool(model.build.config.rope.get("mrope_section")),
+        width=width,
+        positions=model.build.max_model_len,
+    )
 
 
 def check_through_transformers(config: EngineConfig, files: ModelFiles, model: ModelConfig) -> None:

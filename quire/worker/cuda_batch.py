@@ -165,6 +165,7 @@ class CudaBatch(DeviceBatch):
             self.groups.apply(plan.groups)
         apply_plan(packed, sizes, max(*lengths, sizes["padded"]) + 1, self.buffers, self)
         self._add_token_ids(plan.add)
+        self._add_deltas(plan.add)
         self.kv.copy(plan.copies)
         if plan.rewound:
             rows, computed = self.upload(*zip(*plan.rewound, strict=True))
@@ -260,6 +261,7 @@ class CudaBatch(DeviceBatch):
         for group in inputs.attention if not plan.num_drafts else ():
             group.contexts, group.query_lens = self._contexts, plan.counts[plan.num_decodes :].tolist()
         self.expand(inputs)
+        inputs.positions = self._prompt_positions(plan, inputs.positions)
         return inputs
 
     def empty_inputs(
@@ -333,6 +335,14 @@ class CudaBatch(DeviceBatch):
             self.buffers, self, step.num_rows, step.num_verifying or step.num_decodes, inputs.tokens, inputs.positions,
             inputs.slots, step.context_lens, step.num_verified,
         )  # fmt: skip
+        if self.position_delta is not None:
+            rows = self.buffers.rows[: step.num_rows]
+            if step.num_rows != step.num_tokens:
+                tokens = torch.arange(step.num_tokens, dtype=torch.int32, device=self._device)
+                owners = torch.bucketize(tokens, step.query_starts[1:], right=True)
+                rows = rows[owners.clamp(max=step.num_rows - 1)]
+            inputs.positions += self.position_delta[rows]
+            inputs.positions.clamp_(min=0)  # rows that have ended are at 0, and prompts are given theirs
 
     def ahead(
         self, rows: torch.Tensor, distance: int, longest: int
@@ -348,6 +358,9 @@ class CudaBatch(DeviceBatch):
         for number, inputs in enumerate(groups):
             inputs.slots = longs[min(1 + number, len(longs) - 1)]
             inputs.rows = live_rows
+        if self.position_delta is not None:
+            longs[0] += self.position_delta[rows]
+            longs[0].clamp_(min=0)
         return longs[0], groups
 
     # Drawing tokens

@@ -127,6 +127,7 @@ class _CapturedPath(ABC):
         self._steps: dict[Any, CapturedGraph] = {}
         self._forwards: dict[Any, CapturedGraph] = {}
         self._stop_ids = batch.stop_ids
+        self._adapter_version = 0
 
     @abstractmethod
     def _step(self, shape: Any) -> None:
@@ -146,6 +147,22 @@ class _CapturedPath(ABC):
             return False
         return self._is_last_stage and not (self._batch.kinds[plan.rows] & ~self.PLAIN_KINDS).any()
 
+    def _is_adapted(self, plan: StepPlan) -> bool | None:
+        """Whether rows of the step have adapters; None: such that it cannot be captured. Stages agree on it."""
+        adapters = self._batch.adapters
+        if adapters is None or not adapters.is_active:
+            return False
+        return None if adapters.is_special(plan) else True
+
+    def _drop_outdated(self) -> None:
+        """Drop graphs that lack what an adapter has brought since they were captured."""
+        adapters = self._batch.adapters
+        if adapters is not None and adapters.slots.version != self._adapter_version:
+            self._adapter_version = adapters.slots.version
+            for graphs in (self._steps, self._forwards):
+                for shape in [shape for shape in graphs if shape.adapted]:
+                    del graphs[shape]
+
     def _proposals(self, plan: StepPlan) -> int:
         """Drafts that the plan's step makes for each row that draws."""
         return plan.proposals if self._proposer is not None and self._is_last_stage else 0
@@ -154,12 +171,16 @@ class _CapturedPath(ABC):
         if self._batch.stop_ids is not self._stop_ids:  # widened: graphs of whole steps have the old column's address
             self._steps.clear()
             self._stop_ids = self._batch.stop_ids
+        if shape.adapted:
+            self._drop_outdated()
         if shape not in self._steps:
             self._load_kernels(lambda: self._step(shape), shape)
             self._steps[shape] = self._pool.capture(lambda: self._step(shape))
         self._steps[shape].replay()
 
     def _run_forward(self, shape: Any) -> CapturedForward:
+        if shape.adapted:
+            self._drop_outdated()
         if shape not in self._forwards:
             self._load_kernels(lambda: self._forward(shape), shape)
             self._forwards[shape] = self._pool.capture(lambda: self._forward(shape))
@@ -179,8 +200,8 @@ class _CapturedPath(ABC):
             tensor.copy_(values)
 
     def _needs_loading(self, shape: Any) -> bool:
-        """Whether the shape has a proposer's kernels in its graph."""
-        return bool(shape.proposals)
+        """Whether the shape has a proposer's or adapters' kernels in its graph."""
+        return bool(shape.proposals) or shape.adapted
 
     def _propose(
         self, shape: Any, forward: CapturedForward, rows: torch.Tensor, ends: torch.Tensor, following: torch.Tensor
@@ -212,6 +233,8 @@ class _CapturedPath(ABC):
         """The forward pass over inputs that are laid out."""
         if shape.proposals:
             request_features(inputs, self._proposer)
+        if self._batch.adapters is not None:
+            self._batch.adapters.use_buffer(len(inputs.tokens) if shape.adapted else 0)
         return CapturedForward(forward(self._model, self._batch, inputs), inputs)
 
     def _capture(self, shape: Any) -> None:
@@ -245,7 +268,9 @@ class CapturedDecodePath(_CapturedPath):
         rows = len(plan.rows)
         if plan.num_drafts or rows != plan.num_decodes or not 0 < rows < len(self._size_of):
             return None
-        return DecodeShape(self._size_of[rows], self._will_be_grouped(plan), self._proposals(plan))
+        if (adapted := self._is_adapted(plan)) is None:
+            return None
+        return DecodeShape(self._size_of[rows], self._will_be_grouped(plan), self._proposals(plan), adapted)
 
     def pad(self, plan: StepPlan, shape: DecodeShape) -> tuple[StepPlan, int]:
         return plan, shape.rows
@@ -307,7 +332,9 @@ class CapturedVerifyPath(_CapturedPath):
 
     def fit(self, plan: StepPlan) -> VerifyShape | None:
         # Pipeline stages must pad alike: what is chosen depends on the plans so far, not on the graphs of this stage.
-        shape = verify_shape(plan, self._size_of, self._batch.max_rows, self._proposals(plan))
+        if (adapted := self._is_adapted(plan)) is None:
+            return None
+        shape = verify_shape(plan, self._size_of, self._batch.max_rows, self._proposals(plan), adapted)
         if shape is None or shape in self._chosen:
             return shape
         self._asked[shape] += 1
@@ -363,7 +390,7 @@ class CapturedVerifyPath(_CapturedPath):
             self._propose(shape, passed, rows, starts + counts - 1, batch.drawn_places(shape.tokens))
 
     def _forward(self, shape: VerifyShape) -> CapturedForward:
-        rows, drafts, width, _ = shape
+        rows, drafts, width, *_ = shape
         inputs = self._batch.empty_inputs(rows, shape.tokens, rows, width, 0, drafts=drafts, width=width)
         self._batch.expand(inputs)
         return self._compute(shape, inputs)
@@ -377,9 +404,14 @@ class CapturedMixedPath(_CapturedPath):
     def fit(self, plan: StepPlan) -> MixedShape | None:
         if plan.num_decodes == len(plan.rows) or plan.num_drafts or not self._only_samples(plan):
             return None
+        if plan.splices or plan.visible or len(plan.positions):
+            return None  # of images: such a step is launched kernel by kernel
         batch, proposals = self._batch, self._proposals(plan)
         shape = shape_of(plan, LONG_CONTEXT, self._will_be_grouped(plan), batch.max_rows, len(batch.buffers.tokens))
-        return shape if shape is None or not proposals else replace(shape, proposals=proposals)
+        adapted = self._is_adapted(plan)
+        if shape is None or adapted is None:
+            return None
+        return replace(shape, proposals=proposals, adapted=adapted) if proposals or adapted else shape
 
     def pad(self, plan: StepPlan, shape: MixedShape) -> tuple[StepPlan, int]:
         return pad_plan(plan, shape, self._batch.pad_row), 0
@@ -453,8 +485,8 @@ class CapturedMixedPath(_CapturedPath):
         batch.expand(inputs)
         if not self._is_last_stage or shape.proposals:
             return self._compute(shape, inputs)
-        if not self._model.supports_last_tokens:
-            hidden = forward(self._model, batch, inputs)[batch.buffers.picks[: shape.draws]]
+        if not self._model.supports_last_tokens or shape.adapted:  # slots are those of all tokens
+            hidden = self._compute(shape, inputs).hidden[batch.buffers.picks[: shape.draws]]
             return CapturedForward(hidden, inputs)
         inputs.attention[0].last = batch.captured_last_tokens(shape.draws, inputs)
         return self._compute(shape, inputs)

@@ -41,18 +41,49 @@ class PendingLogprobs:
         return [entry for part in self._packed for entry in _unpack(part.numpy())]
 
 
+class PendingTokenLogprobs:
+    """For each row of logits its token's logprob, then those of the tokens that `ids` names, with their ranks."""
+
+    def __init__(self, logits: torch.Tensor, tokens: torch.Tensor, ids: torch.Tensor) -> None:
+        logprobs = logits.float().log_softmax(-1)
+        wanted = torch.cat([tokens[:, None], ids.expand(len(tokens), -1)], dim=1)
+        values = logprobs.gather(1, wanted)
+        # One id at a time: [rows, ids, vocabulary] at once would be large.
+        ranks = torch.stack([(logprobs > value).sum(-1) + 1 for value in values.unsqueeze(-1).unbind(1)], dim=1)
+        self._wanted, self._values, self._ranks = (
+            part.to("cpu", non_blocking=True) for part in (wanted.to(torch.int32), values, ranks.to(torch.int32))
+        )
+
+    def take(self) -> list[TokenLogprobs]:
+        """One entry per row. The step must be done."""
+        columns = (part.tolist() for part in (self._wanted, self._values, self._ranks))
+        return [TokenLogprobs(ids, values, ranks[0], ranks[1:]) for ids, values, ranks in zip(*columns, strict=True)]
+
+
+AnyPending = PendingLogprobs | PendingTokenLogprobs
+
+
 def sampled_logprobs(
     batch: DeviceBatch, logits: torch.Tensor, rows: torch.Tensor, host_rows: np.ndarray, start: int
-) -> list[tuple[list[int], PendingLogprobs]]:
+) -> list[tuple[list[int], AnyPending]]:
     """Logprobs of the tokens these rows drew, from logits no parameter has changed, for the rows that request them.
 
     Returns (places, their logprobs) pairs; `start` is the first of these places among all of the step.
     """
     counts = np.full(len(host_rows), _NOT_REQUESTED)
+    by_ids: dict[tuple[int, ...], list[int]] = {}
     for index in np.flatnonzero(batch.kinds[host_rows] & RowKind.LOGPROBS).tolist():
-        counts[index] = batch.extras[int(host_rows[index])].params.logprobs or 0
+        params = batch.extras[int(host_rows[index])].params
+        if params.logprob_token_ids:
+            by_ids.setdefault(tuple(params.logprob_token_ids), []).append(index)
+        else:
+            counts[index] = params.logprobs or 0
     tokens = batch.drawn_at(rows.long(), start)
-    found = []
+    found: list[tuple[list[int], AnyPending]] = []
+    for ids, indices in by_ids.items():
+        chosen, uploaded = batch.upload(indices, ids)
+        pending_ids = PendingTokenLogprobs(logits[chosen], tokens[chosen], uploaded)
+        found.append(([index + start for index in indices], pending_ids))
     for count in np.unique(counts[counts != _NOT_REQUESTED]).tolist():
         wanted = np.flatnonzero(counts == count)
         if len(wanted) < len(counts):
@@ -69,9 +100,9 @@ def prompt_logprobs(
     batch: DeviceBatch,
     inputs: StepInputs,
     hidden: torch.Tensor,
-    logits: Callable[[torch.Tensor], torch.Tensor],
+    logits: Callable[[torch.Tensor, np.ndarray], torch.Tensor],
 ) -> dict[int, tuple[int, PendingLogprobs]]:
-    """Logprobs of this step's prompt tokens, for the rows that request them.
+    """Logprobs of this step's prompt tokens, for the rows that request them. `logits`: of hidden states and their rows.
 
     Returns, by index into the plan's rows, the first token's position and the logprobs. A chunk's first token is
     predicted by the last hidden state of the previous chunk, which is kept with the row.
@@ -94,7 +125,8 @@ def prompt_logprobs(
         inside = max(0, extras.prompt_len - start)  # a preempted row recomputes its output too
         predictors, tokens = predictors[:inside], tokens[:inside]
         parts = (slice(at, at + LOGIT_ROWS) for at in range(0, len(tokens), LOGIT_ROWS))
-        scores = ((logits(predictors[part]), tokens[part]) for part in parts)
+        owners = np.full(len(tokens), plan.rows[i])
+        scores = ((logits(predictors[part], owners[part]), tokens[part]) for part in parts)
         results[i] = start, PendingLogprobs(scores, extras.params.prompt_logprobs or 0)
     return results
 

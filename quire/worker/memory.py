@@ -10,6 +10,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,6 +23,7 @@ from quire.layers.caches import StateCache
 from quire.layers.moe import active_parameters, parameter_count, widest_mixture
 from quire.loading.model_config import ModelConfig
 from quire.messages.caches import FULL, CacheGroup
+from quire.messages.media import EncoderLimits
 from quire.messages.memory_use import MemoryUse
 from quire.models.base import CausalLM
 from quire.platforms.base import Platform
@@ -65,18 +67,21 @@ class MemoryPlan:
     """For each group with a window: the most blocks of a request…"""
     state_pages: int = 0
     """…and the blocks of its recurrent states. Their snapshots come on top."""
+    encoder: int = 0
+    """Encoded images."""
 
     @property
     def free(self) -> int:
         """Bytes that are left."""
-        taken = self.before + self.weights + self.loaded + self.activations + self.reserve + self.cache
+        taken = self.before + self.weights + self.loaded + self.activations + self.reserve + self.cache + self.encoder
         return self.total - taken
 
     @property
     def room(self) -> int:
         """Bytes of a GPU for steps, graphs and workspaces, and what stays free; 0 on a CPU, whose cache takes memory
         only as it is used."""
-        return 0 if self.share is None else self.total - self.before - self.weights - self.loaded - self.cache
+        held = self.before + self.weights + self.loaded + self.cache + self.encoder
+        return 0 if self.share is None else self.total - held
 
     def blocks_for(self, tokens: int) -> int:
         """Blocks that a request of this many tokens takes."""
@@ -117,10 +122,11 @@ class MemoryPlan:
             ("kernels, buffers", self.loaded, "allocated while loading"),
             ("activations", self.activations, f"{how}, {self.step_tokens:,} tokens"),
             ("reserve", self.reserve, "captured graphs, workspaces"),
+            ("encoder cache", self.encoder, "embeddings of images"),
             ("KV cache", self.cache, self._held()),
             ("free", self.free, "" if self.share is None else f"gpu_memory_utilization is {self.share:g}"),
         ]
-        shown = [row for row in rows if row[1] or row[0] not in ("kernels, buffers", "reserve")]
+        shown = [row for row in rows if row[1] or row[0] not in ("kernels, buffers", "reserve", "encoder cache")]
         return [(name, gib(size), note) for name, size, note in shown]
 
     def __str__(self) -> str:
@@ -152,6 +158,8 @@ class MemoryNeeds:
     groups: tuple[CacheGroup, ...] = (FULL,)
     layout: str = ""
     """Names the layout of pages, if it is not that of a plain model (`CacheGeometry.identity`)."""
+    encoder_bytes: int = 0
+    """What encoded images take at most."""
 
     @classmethod
     def estimate(
@@ -190,6 +198,17 @@ class MemoryNeeds:
             reserve_bytes=RESERVE_BYTES + replay_bytes(model, config, max_rows),
         )
 
+    def with_encoder(self, encoder: Any | None, limits: EncoderLimits, is_first_stage: bool) -> MemoryNeeds:
+        """The same with an encoder of images, its weights maybe on the meta device, and a cache of what it yields."""
+        if not limits.cache_rows or not is_first_stage:
+            return self
+        weights = [] if encoder is None else list(encoder.parameters())
+        return dataclasses.replace(
+            self,
+            weight_bytes=self.weight_bytes + sum(weight.nbytes for weight in weights),
+            encoder_bytes=limits.cache_rows * limits.width * self.dtype.itemsize,
+        )
+
     def measured(self, activation_bytes: int) -> MemoryNeeds:
         """The same with measured activations; 0 (nothing was measured) keeps the estimate."""
         if not activation_bytes:
@@ -206,6 +225,7 @@ class MemoryNeeds:
         budget = self._explicit_budget(config)
         if budget is None and on_gpu:
             budget = self._allowed(config, platform, before) - taken - self.activation_bytes - self.reserve_bytes
+            budget -= self.encoder_bytes
             if budget < 2 * self.block_bytes:
                 raise self._too_large(config, platform, before)
         elif budget is None:
@@ -221,6 +241,7 @@ class MemoryNeeds:
             is_measured=self.is_measured,
             step_tokens=self.step_tokens,
             reserve=self.reserve_bytes if on_gpu else 0,
+            encoder=self.encoder_bytes if on_gpu else 0,  # on a CPU memory is taken as it is used
             cache=blocks * self.block_bytes,
             num_blocks=blocks,
             block_size=config.block_size,
@@ -233,7 +254,12 @@ class MemoryNeeds:
         )
 
     def check_weights(self, config: EngineConfig, platform: Platform, before: int) -> None:
-        """Raise if the weights alone do not fit on a GPU with `before` bytes free."""
+        """Raise if the weights alone do not fit on a device with `before` bytes free."""
+        if platform.device.type == "cpu" and self.weight_bytes > before:
+            raise ModelTooLargeError(
+                f"the weights need {gib(self.weight_bytes)}, and {gib(before)} of {gib(platform.total_memory())} are "
+                f"free here{_limits(platform)}: use a smaller model or one in few bits, or allow more memory"
+            )
         if platform.device.type != "cpu" and self.weight_bytes > self._allowed(config, platform, before):
             raise self._too_large(config, platform, before)
 
@@ -293,8 +319,25 @@ def logit_bytes(shape: ModelConfig, max_rows: int) -> int:
     return LOGIT_COPIES * 4 * shape.vocab_size * min(LOGIT_ROWS, max_rows)
 
 
-def no_room(error: torch.OutOfMemoryError, needs: MemoryNeeds, platform: Platform, what: str) -> ModelTooLargeError:
+def _limits(platform: Platform) -> str:
+    """What limits the memory of this process, in words; empty: nothing."""
+    limits = getattr(platform, "memory_limits", None)
+    return "" if limits is None or not (found := limits()) else f" ({found})"
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error means that there was no memory for a tensor, on any device."""
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error)
+
+
+def no_room(error: BaseException, needs: MemoryNeeds, platform: Platform, what: str) -> ModelTooLargeError:
     """The error for running out of memory at start: other programs took some, or the reserve is too small."""
+    if platform.device.type == "cpu":
+        return ModelTooLargeError(
+            f"out of memory {what}: weights take {gib(needs.weight_bytes)}, {gib(platform.free_memory())} are free "
+            f"now{_limits(platform)}. Lower kv_cache_memory_bytes or max_num_batched_tokens, use a smaller model, or "
+            "allow more memory"
+        )
     return ModelTooLargeError(
         f"out of memory on {platform.describe()} {what}: weights take {gib(needs.weight_bytes)}, "
         f"{gib(platform.free_memory())} are free now. Lower gpu_memory_utilization (or kv_cache_memory_bytes, "

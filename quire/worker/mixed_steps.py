@@ -36,6 +36,8 @@ class MixedShape:
     """Whether attention reads the blocks of prefix groups once for all their rows."""
     proposals: int = 0
     """Drafts that the proposer on the device makes for each row that draws."""
+    adapted: bool = False
+    """Whether rows may have LoRA adapters."""
 
     @property
     def rows(self) -> int:

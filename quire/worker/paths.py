@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 
 from quire.kernels.base import Ops
@@ -20,6 +21,7 @@ from quire.messages.plan import MAX_WIDTH, StepPlan
 from quire.models.base import CausalLM
 from quire.speculative.device import DeviceProposer, ProposalStep
 from quire.worker.batch import DeviceBatch, StepInputs, as_siblings
+from quire.worker.encoded_items import EncodedItems
 from quire.worker.extras import RowKind
 
 logger = logging.getLogger(__name__)
@@ -41,6 +43,8 @@ class TapeShape(NamedTuple):
     """Most query tokens of a row."""
     threads: int
     """A recorded call has its number of threads in it."""
+    adapters: int = -1
+    """With adapters: the version of their slots (`DeviceAdapters.version`)."""
 
 
 class DecodeShape(NamedTuple):
@@ -51,6 +55,8 @@ class DecodeShape(NamedTuple):
     """Whether attention reads the blocks of prefix groups once for all their rows."""
     proposals: int = 0
     """Drafts that the proposer on the device makes for each row."""
+    adapted: bool = False
+    """Whether rows may have LoRA adapters."""
 
 
 @dataclass
@@ -85,12 +91,19 @@ class EagerPath:
     """Launches the step kernel by kernel. Takes every plan."""
 
     def __init__(
-        self, model: CausalLM, batch: DeviceBatch, is_last_stage: bool, proposer: DeviceProposer | None = None
+        self,
+        model: CausalLM,
+        batch: DeviceBatch,
+        is_last_stage: bool,
+        proposer: DeviceProposer | None = None,
+        items: EncodedItems | None = None,
     ) -> None:
+        """`items`: encoded images, for a model that reads some."""
         self._model = model
         self._batch = batch
         self._is_last_stage = is_last_stage
         self._proposer = proposer
+        self._items = items
 
     def fit(self, plan: StepPlan) -> int:
         return len(plan.rows)
@@ -101,12 +114,18 @@ class EagerPath:
     def run(self, plan: StepPlan, shape: int) -> PathOutput:
         inputs = self._batch.inputs(plan)
         self._batch.fork(plan.forks)
-        last_only = self._is_last_only(plan)
+        if plan.splices and self._items is not None:
+            self._items.splice(plan, inputs)
+        if plan.visible:
+            see_spans(plan, inputs, self._batch)
+        last_only = inputs.attention[0].deepstack is None and self._is_last_only(plan)
         if last_only:
             inputs.attention[0].last = self._batch.last_tokens(plan, inputs)
         if plan.proposals:
             request_features(inputs, self._proposer)
-        return PathOutput(forward(self._model, self._batch, inputs), last_only, inputs)
+        hidden = forward(self._model, self._batch, inputs)
+        inputs.attention[0].deepstack = None  # a proposer's layers are not those that it is for
+        return PathOutput(hidden, last_only, inputs)
 
     def _is_last_only(self, plan: StepPlan) -> bool:
         """Whether the model should return only the hidden states that tokens are sampled from, each once."""
@@ -115,6 +134,7 @@ class EagerPath:
             and self._model.supports_last_tokens
             and plan.num_tokens > len(plan.rows)
             and not plan.num_drafts
+            and (self._batch.adapters is None or self._batch.adapters.tokens is None)
             and not (plan.proposals and self._proposer is not None and self._proposer.needs_hidden)
             and not plan.forks
             and not (self._batch.kinds[plan.rows] & (RowKind.PROMPT_LOGPROBS | RowKind.MEAN)).any()
@@ -128,9 +148,13 @@ class RecordedPass:
     inputs: StepInputs
     hidden: torch.Tensor
     replay: Callable[[], None]
+    adapters: torch.Tensor | None = None
+    """[tokens]: the adapter slot of each token; None: it computes without adapters."""
 
-    def run(self, step: StepInputs) -> torch.Tensor:
+    def run(self, step: StepInputs, adapters: torch.Tensor | None = None) -> torch.Tensor:
         """The step's hidden states; the next run overwrites them."""
+        if self.adapters is not None and adapters is not None:
+            self.adapters.copy_(adapters)
         self.inputs.tokens.copy_(step.tokens)
         self.inputs.positions.copy_(step.positions)
         for own, given in zip(self.inputs.attention, step.attention, strict=True):
@@ -158,14 +182,20 @@ class TapeDecodePath:
         self._ops = ops
         self._proposer = proposer
         self._enabled = True
+        self._records_adapters = True
         self._passes: dict[TapeShape, RecordedPass] = {}
 
     def fit(self, plan: StepPlan) -> TapeShape | None:
         rows = len(plan.rows)
         if not self._enabled or plan.num_tokens > TAPE_ROWS or plan.num_decodes < rows:
             return None
+        adapters, version = self._batch.adapters, -1
+        if adapters is not None and adapters.is_active:
+            if not self._records_adapters or adapters.is_special(plan):
+                return None
+            version = adapters.slots.version
         width = int(plan.counts.max()) if plan.num_drafts else 1
-        shape = TapeShape(rows, plan.num_tokens, width, torch.get_num_threads())
+        shape = TapeShape(rows, plan.num_tokens, width, torch.get_num_threads(), version)
         return shape if shape in self._passes or len(self._passes) < TAPES else None
 
     def pad(self, plan: StepPlan, shape: TapeShape) -> tuple[StepPlan, int]:
@@ -174,8 +204,9 @@ class TapeDecodePath:
     def run(self, plan: StepPlan, shape: TapeShape) -> PathOutput:
         inputs = self._batch.inputs(plan)
         self._batch.fork(plan.forks)
-        recorded = self._passes.get(shape)
-        hidden = self._record(shape, inputs) if recorded is None else recorded.run(inputs)
+        recorded, adapters = self._passes.get(shape), self._batch.adapters
+        slots = None if adapters is None or adapters.tokens is None else adapters.tokens.slots
+        hidden = self._record(shape, inputs) if recorded is None else recorded.run(inputs, slots)
         if recorded is not None:
             inputs.features = recorded.inputs.features
         return PathOutput(hidden, inputs=inputs)
@@ -185,11 +216,14 @@ class TapeDecodePath:
         groups = as_siblings([self._own_inputs(group, given) for group, given in enumerate(step.attention)])
         inputs = StepInputs(step.tokens.clone(), step.positions.clone(), groups, step.hidden)
         request_features(inputs, self._proposer)
+        slots = None if self._batch.adapters is None else self._batch.adapters.own_buffer()
         hidden, replay = self._ops.capture(functools.partial(forward, self._model, self._batch, inputs))
-        if replay is None:
+        if replay is not None:
+            self._passes[shape] = RecordedPass(inputs, hidden, replay, slots)
+        elif slots is None:
             self._enabled = False  # this model, or this device, cannot be recorded
         else:
-            self._passes[shape] = RecordedPass(inputs, hidden, replay)
+            self._records_adapters = False  # these adapters have biases or DoRA, which are no native calls
         step.features = inputs.features
         return hidden
 
@@ -209,10 +243,24 @@ class TapeDecodePath:
         )
 
 
+def see_spans(plan: StepPlan, inputs: StepInputs, batch: DeviceBatch) -> None:
+    """Tell attention which of the step's tokens see each other both ways."""
+    ahead = np.zeros(plan.num_tokens, np.int32)
+    for span in plan.visible:
+        ahead[span.start : span.start + span.length] = np.arange(span.length - 1, -1, -1)
+    (uploaded,) = batch.upload(ahead)
+    for group in inputs.attention:
+        group.ahead = uploaded.to(torch.int32)
+
+
 def forward(model: CausalLM, batch: DeviceBatch, step: StepInputs) -> torch.Tensor:
     """Hidden states of a step's tokens."""
     inputs = step.attention[0]
+    if batch.adapters is not None:
+        batch.adapters.enter()
     hidden = model.forward(step.tokens, step.positions, batch.kv.layers, inputs, step.hidden)
+    if batch.adapters is not None:
+        batch.adapters.leave()
     if inputs.features is not None:
         step.features = inputs.features.joined
     return hidden

@@ -9,19 +9,23 @@ from typing import Any
 import numpy as np
 import torch
 
+from quire.adapters.device import DeviceAdapters
 from quire.distributed.pipeline import Pipeline
 from quire.messages.plan import MAX_WIDTH, PromptLogprobs, StepMasks, StepPlan, StepResult, TokenLogprobs
 from quire.models.base import CausalLM
 from quire.speculative.device import DeviceProposer, ProposalStep
 from quire.worker.batch import DeviceBatch, Drawn, StepDraws, StepInputs
+from quire.worker.encoded_items import EncodedItems
 from quire.worker.extras import RowKind
 from quire.worker.logits import LogitsProcessor
-from quire.worker.logprobs import LOGIT_ROWS, PendingLogprobs, prompt_logprobs, sampled_logprobs
+from quire.worker.logprobs import LOGIT_ROWS, AnyPending, PendingLogprobs, prompt_logprobs, sampled_logprobs
 from quire.worker.moves import Mover
 from quire.worker.paths import StepPath, propose
 from quire.worker.pooling import PendingVectors, pool
 from quire.worker.sampler import Sampler
 
+LOAD_POLL_SECONDS = 0.005
+"""How long a step that only waits for adapters takes at most."""
 MOVE_POLL_SECONDS = 0.0002
 """How often a step that only waits for block copies checks whether they are done."""
 
@@ -38,19 +42,30 @@ class PendingStep:
         self.last_only = False
         self.inputs: StepInputs | None = None
         """Inputs of a step whose drafts are verified, or that proposes some, outside of a captured graph."""
-        self.logprobs: list[tuple[list[int], PendingLogprobs]] = []
+        self.logprobs: list[tuple[list[int], AnyPending]] = []
         """(places, their logprobs) of the draws that request them."""
         self.prompt_logprobs: dict[int, tuple[int, PendingLogprobs]] = {}
         """By index into the plan's rows: the first prompt token's position, and the logprobs."""
         self.vectors: PendingVectors | None = None
+        self.encode_errors: list[tuple[int, str]] = []
         self.mover: Mover | None = None
         """Reports finished block copies; a step without rows is done when there is one to report."""
+        self.adapters: DeviceAdapters | None = None
+        """Reports loads of adapters that have ended."""
+        self.launched = time.monotonic()
 
     def ready(self) -> bool:
         """Whether the device is done with it."""
         if not len(self.plan.rows):
-            return self.mover is None or self.mover.can_report
+            return self._has_news()
         return self.draws is None or self.draws.ready()
+
+    def _has_news(self) -> bool:
+        """Whether a step without rows, which waits for copies of blocks and loads of adapters, has one to report. One
+        that waits for adapters ends soon in any case, so that other requests can start."""
+        if self.adapters is not None and self.adapters.is_loading:
+            return self.adapters.can_report or time.monotonic() - self.launched >= LOAD_POLL_SECONDS
+        return self.mover is None or self.mover.can_report
 
     def result(self) -> StepResult:
         """What it yielded; waits until it is done."""
@@ -80,7 +95,9 @@ class PendingStep:
             },
             vectors={} if self.vectors is None else self.vectors.take(),
             drafts=_lists(drawn),
+            encode_errors=self.encode_errors,
             moves_done=[] if self.mover is None else self.mover.take_done(),
+            adapters_done=[] if self.adapters is None else self.adapters.take_done(),
         )
 
     def _take_logprobs(self) -> dict[int, TokenLogprobs]:
@@ -111,9 +128,12 @@ class Runner:
         processors: Sequence[LogitsProcessor] = (),
         pipeline: Pipeline | None = None,
         proposer: DeviceProposer | None = None,
+        items: EncodedItems | None = None,
     ) -> None:
         """`paths`: in order of preference, the last of which takes every plan. `pipeline`: the links to the previous
-        and next pipeline stage, if there are several. `proposer`: makes drafts on the device."""
+        and next pipeline stage, if there are several. `proposer`: makes drafts on the device. `items`: encoded
+        images, for a model that reads some."""
+        self._items = items
         self._pipeline = pipeline
         self._proposer = proposer
         self._model = model
@@ -148,6 +168,18 @@ class Runner:
 
     @torch.inference_mode()
     def _launch(self, plan: StepPlan) -> PendingStep:
+        if self._items is None or not (plan.encode or plan.freed or plan.reset):
+            return self._launch_step(plan)
+        errors = self._items.apply(plan)
+        step = self._launch_step(plan)
+        step.encode_errors = errors
+        return step
+
+    def _launch_step(self, plan: StepPlan) -> PendingStep:
+        adapters = self._batch.adapters
+        if adapters is not None:
+            adapters.begin(plan)
+            adapters.slots.start(plan.adapters)
         if not len(plan.rows):
             step = self._start(plan, plan)
             self._batch.kv.copy(plan.snapshots)
@@ -157,6 +189,8 @@ class Runner:
         padded, rows = path.pad(plan, shape)
         if self._pipeline is not None:  # stages pad alike: hidden states travel with the padded plan's layout
             self._pipeline.begin(padded.num_tokens)
+        if adapters is not None and adapters.is_active:
+            adapters.lay_out(padded)
         step = self._start(plan, padded, rows)
         output = path.run(plan, shape)
         if not plan.num_drafts:
@@ -174,7 +208,7 @@ class Runner:
         step.last_only = output.last_only
         step.inputs = output.inputs
         if output.inputs is not None and plan.num_decodes < len(plan.rows):
-            step.prompt_logprobs = prompt_logprobs(plan, self._batch, output.inputs, output.hidden, self._model.logits)
+            step.prompt_logprobs = prompt_logprobs(plan, self._batch, output.inputs, output.hidden, self._logits_of)
             step.vectors = pool(plan, self._batch, output.hidden, output.last_only)
         if (self._batch.kinds[plan.sample_rows] & RowKind.STRUCTURED).any():
             step.hidden, self._unsupplied = output.hidden, step
@@ -196,6 +230,7 @@ class Runner:
         self._unsupplied = None
         step = PendingStep(plan)
         step.mover = self.mover
+        step.adapters = None if self._batch.adapters is None else self._batch.adapters.slots
         awaited = plan.moves is not None and plan.moves.awaited
         # Copies that the step waits for start at once, unless the plan is about to be refused: its slots may belong to
         # other blocks by then. All others come after the plan's own copies, which may read the blocks they write to.
@@ -270,9 +305,9 @@ class Runner:
 
     def _sample(
         self, plan: StepPlan, hidden: torch.Tensor, last_only: bool, masks: StepMasks | None
-    ) -> list[tuple[list[int], PendingLogprobs]]:
+    ) -> list[tuple[list[int], AnyPending]]:
         """Logits only where a token is drawn, in slices. `last_only`: `hidden` has one row per draw."""
-        logprobs: list[tuple[list[int], PendingLogprobs]] = []
+        logprobs: list[tuple[list[int], AnyPending]] = []
         picks, rows = self._batch.picks(plan), self._batch.draw_rows(plan)
         place_rows, host_picks = plan.place_rows, plan.picks
         for start in range(0, len(place_rows), LOGIT_ROWS):
@@ -284,7 +319,9 @@ class Runner:
                 self._keep(plan, nothing, nothing.bool(), rows[part], start)
                 continue
             if last_only:
-                logits = self._model.logits(hidden[part])
+                logits = self._logits_of(hidden[part], host_rows)
+            elif self._batch.adapters is not None and self._batch.adapters.tokens is not None:
+                logits = self._logits_of(hidden[picks[part]], host_rows)
             else:
                 logits = self._logits(host_picks[part], hidden, picks[part])
             special = bool((kinds & RowKind.SPECIAL).any())
@@ -321,6 +358,17 @@ class Runner:
             inside = (masks.draws >= start) & (masks.draws < start + len(logits))
             if inside.any():
                 self._batch.mask(logits, masks.draws[inside] - start, masks.bits[inside])
+
+    def _logits_of(self, hidden: torch.Tensor, rows: np.ndarray) -> torch.Tensor:
+        """Logits of hidden states [n, hidden size], of the rows [n]."""
+        adapters = self._batch.adapters
+        if adapters is None or adapters.tokens is None:
+            return self._model.logits(hidden)
+        adapters.enter_rows(rows)
+        try:
+            return self._model.logits(hidden)
+        finally:
+            adapters.leave()
 
     def _logits(self, host_picks: np.ndarray, hidden: torch.Tensor, picks: torch.Tensor) -> torch.Tensor:
         """A row of logits per place. A source that forks draws several times from the same ones."""

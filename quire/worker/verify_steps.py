@@ -28,6 +28,8 @@ class VerifyShape(NamedTuple):
     """Most tokens of a row that attention takes: NARROW or MAX_WIDTH."""
     proposals: int
     """Drafts that the proposer on the device makes for each row."""
+    adapted: bool = False
+    """Whether rows may have LoRA adapters."""
 
     @property
     def tokens(self) -> int:
@@ -40,7 +42,9 @@ def padded_drafts(count: int) -> int:
     return -(-count // step) * step
 
 
-def verify_shape(plan: StepPlan, size_of: Sequence[int], most_rows: int, proposals: int) -> VerifyShape | None:
+def verify_shape(
+    plan: StepPlan, size_of: Sequence[int], most_rows: int, proposals: int, adapted: bool = False
+) -> VerifyShape | None:
     """The shape that a decode with drafts is padded to; None if the plan is no such decode, or has too many rows.
 
     size_of    by number of rows, the capture size they run at
@@ -55,7 +59,7 @@ def verify_shape(plan: StepPlan, size_of: Sequence[int], most_rows: int, proposa
     wanted = rows + (drafts > plan.num_drafts)
     padded = size_of[wanted] if wanted < len(size_of) else most_rows + 1
     width = NARROW if plan.counts.max() <= NARROW else MAX_WIDTH
-    return VerifyShape(padded, drafts, width, proposals)
+    return VerifyShape(padded, drafts, width, proposals, adapted)
 
 
 def smallest_above(plan: StepPlan, shape: VerifyShape, others: Iterable[VerifyShape]) -> VerifyShape | None:
@@ -65,7 +69,7 @@ def smallest_above(plan: StepPlan, shape: VerifyShape, others: Iterable[VerifySh
         other
         for other in others
         if other.drafts >= plan.num_drafts and other.rows >= len(plan.rows) + (other.drafts > plan.num_drafts)
-        and other.width >= shape.width and other.proposals == shape.proposals and other.tokens <= 2 * shape.tokens
+        and other.width >= shape.width and other[3:] == shape[3:] and other.tokens <= 2 * shape.tokens
     ]  # fmt: skip
     return min(fitting, key=lambda other: other.tokens, default=None)
 

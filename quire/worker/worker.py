@@ -21,6 +21,7 @@ from quire.layers.build_context import collect_targets
 from quire.layers.expert_placement import Placement
 from quire.layers.moe import expert_counts, rearrange_experts, reset_expert_counts, serve_others
 from quire.loading.files import ModelFiles
+from quire.loading.gguf import GGUFCheckpoint
 from quire.loading.load import load_weights, open_checkpoint
 from quire.loading.model_config import ModelConfig
 from quire.messages.plan import NewRow, StepMasks, StepPlan
@@ -28,16 +29,22 @@ from quire.messages.sampling import SamplingParams
 from quire.messages.speculation import DeviceDrafts
 from quire.platforms.base import Platform
 from quire.speculative.config import PROBABILISTIC, REJECTION, SpeculativeConfig
+from quire.vision.loading import make_shape
+from quire.worker.adapter_rows import AdapterRows
 from quire.worker.batch import DeviceBatch, StepInputs
 from quire.worker.building import (
     backend_name,
     build_model,
     build_proposer,
+    encoder_limits,
     ignored_tensors,
     load_proposer,
+    load_vision,
+    make_adapters,
     make_ops,
     proposer_caches,
 )
+from quire.worker.encoded_items import EncodedItems
 from quire.worker.geometry import assign_groups, model_geometry
 from quire.worker.kv import KVCache
 from quire.worker.logits import LogitsProcessor, load_processors
@@ -46,6 +53,7 @@ from quire.worker.moves import HostMemory, Mover, host_slots
 from quire.worker.paths import EagerPath, StepPath, TapeDecodePath, forward
 from quire.worker.runner import PendingStep, Runner
 from quire.worker.weight_copies import make_copies
+from quire.worker.weight_image import WeightImage
 
 if TYPE_CHECKING:
     from quire.worker.warmup import WarmUp
@@ -100,7 +108,10 @@ class Worker:
         self._vocab_size = model.vocab_size
         self._max_model_len = max_model_len
         self._max_rows = max_rows
-        self.model = build_model(config, files, model, platform, max_model_len, ranks, replica=replica)
+        image = WeightImage.find(config, files, model, platform, max_model_len)
+        self.model = build_model(config, files, model, platform, max_model_len, ranks, replica=replica, image=image)
+        self.adapters = make_adapters(config, self.model, self._device)
+        """The slots of LoRA adapters, if the engine serves any."""
         self.proposer = build_proposer(config, files, self.model)
         """Makes drafts on the device, if configured."""
         self.drafts = DeviceDrafts(
@@ -109,6 +120,11 @@ class Worker:
             needs_following=self.proposer is not None and self.proposer.needs_following,
             verifies_with_prompts=not self._ops.whole_steps,
         )
+        self.encoder = None if config.vision == "off" else make_shape(self.model.build)
+        """What images are encoded with, if the model takes any; without weights until these are loaded."""
+        self.limits = encoder_limits(config, self.model, self.encoder)
+        """What requests may have beside token ids."""
+        self.items: EncodedItems | None = None
         self.geometry = model_geometry(self.model, config.block_size, drafts=proposer_caches(self.proposer))
         """The cache groups, and where each layer's cache lies in the pages."""
         if config.speculation is not None and ranks.pp_size > 1 and any(group.pages for group in self.geometry.groups):
@@ -136,6 +152,7 @@ class Worker:
         self.mover: Mover | None = None
         """Copies blocks to host memory and back, if there is a host tier; set when the cache is made."""
         self.needs = MemoryNeeds.estimate(self.model, config, model, max_model_len, max_rows, max_tokens, self.proposer)
+        self.needs = self.needs.with_encoder(self.encoder, self.limits, ranks.is_first_stage)
         self._pipeline: Pipeline | None = None
         if ranks.pp_size > 1:
             most = max_tokens + max_rows  # a step that is padded may have more than it was planned with
@@ -150,9 +167,20 @@ class Worker:
         self._done("model")
         targets = collect_targets(self.model)  # type: ignore[arg-type]
         checkpoint = open_checkpoint(files, config.load_format, targets=targets, seed=config.seed)
-        load_weights(targets, ignored_tensors(self.model), checkpoint, progress=ranks.rank == 0)
+        memory = self.model.build.memory
+        if image is None or not image.fills(self.model, memory):  # type: ignore[arg-type]
+            load_weights(targets, ignored_tensors(self.model), checkpoint, progress=ranks.rank == 0)
+            if image is not None:
+                image.save(self.model, memory)  # type: ignore[arg-type]
+        memory.release()
+        if isinstance(checkpoint, GGUFCheckpoint):
+            checkpoint.release()
         load_kv_scales(self.model, checkpoint)  # type: ignore[arg-type]
         load_proposer(self.proposer, config, progress=ranks.rank == 0)
+        if self.encoder is not None and ranks.is_first_stage:
+            self.encoder = load_vision(config, files, self.model.build)
+        if self.limits.cache_rows:
+            self.items = EncodedItems(self.model, self.encoder, model.hidden_size, self.needs.dtype)
         if self._device.type == "cuda" and config.weight_copy_share and not config.batch_invariant:
             make_copies(self.model, int(config.weight_copy_share * platform.free_memory()))  # type: ignore[arg-type]
         self._done("weights")
@@ -161,6 +189,8 @@ class Worker:
             self._done("compiling")
         if trial is not None:
             peak = profile_activations(lambda: self._run_largest_step(trial), self._device)
+            if self.encoder is not None and config.vision == "on" and ranks.is_first_stage:
+                peak = max(peak, profile_activations(self._encode_largest, self._device))
             self.needs = self.needs.measured(max(peak, logit_bytes(model, max_rows)))
             self._done("first step")
 
@@ -189,6 +219,11 @@ class Worker:
         if runner.batch.proposer_error is not None:  # at start nothing is lost by saying so
             raise runner.batch.proposer_error
 
+    @torch.inference_mode()
+    def _encode_largest(self) -> None:
+        assert self.encoder is not None
+        self.encoder.encode([self.encoder.largest(self.limits.cache_rows)])
+
     def _largest_plan(self) -> StepPlan:
         """As many tokens as a step may have, in prompts as long as they may be, over an empty cache."""
         lengths = [self._max_model_len] * (self._max_tokens // self._max_model_len)
@@ -215,11 +250,14 @@ class Worker:
             return self._make_cuda_runner(kv, processors, capture)
         batch = DeviceBatch(self._max_rows, self._max_model_len, self._vocab_size, kv, self._device)
         self._connect(batch)
-        paths: list[StepPath] = [EagerPath(self.model, batch, self._ranks.is_last_stage, self.proposer)]
+        paths: list[StepPath] = [self._eager_path(batch)]
         # A tape holds only native calls, no collectives.
         if capture and not is_shared(self._ranks) and not self._config.steps_together:
             paths.insert(0, TapeDecodePath(self.model, batch, self._ops, self.proposer))
-        return Runner(self.model, batch, paths, processors, self._pipeline, self.proposer)
+        return Runner(self.model, batch, paths, processors, self._pipeline, self.proposer, self.items)
+
+    def _eager_path(self, batch: DeviceBatch) -> EagerPath:
+        return EagerPath(self.model, batch, self._ranks.is_last_stage, self.proposer, self.items)
 
     def _make_cuda_runner(self, kv: KVCache, processors: list[LogitsProcessor], capture: bool) -> Runner:
         from quire.worker.cuda_batch import IN_FLIGHT, CudaBatch
@@ -230,7 +268,7 @@ class Worker:
         )  # fmt: skip
         self._connect(batch)
         capture = capture and self._can_capture()
-        paths: list[StepPath] = [EagerPath(self.model, batch, self._ranks.is_last_stage, self.proposer)]
+        paths: list[StepPath] = [self._eager_path(batch)]
         if capture:
             from quire.worker.cuda_graphs import captured_paths
 
@@ -239,7 +277,7 @@ class Worker:
                 self.model, batch, self._max_rows, is_last, self.reads_groups, self.proposer
             )  # fmt: skip
             paths = [*captured, *paths]
-        runner = Runner(self.model, batch, paths, processors, self._pipeline, self.proposer)
+        runner = Runner(self.model, batch, paths, processors, self._pipeline, self.proposer, self.items)
         if capture:  # torch keeps a large step's memory for the next one: no new allocation
             self._run_largest_step(runner)
         return runner
@@ -253,8 +291,12 @@ class Worker:
         """Give the batch the buffer of the previous stage's hidden states: graphs have its address in them."""
         if (speculation := self._config.speculation) is not None:
             batch.speculate(speculation.acceptance_rates, self._sampled_drafts(speculation), speculation.is_custom)
+        if self.adapters is not None:
+            batch.adapters = AdapterRows(self.adapters, self._max_rows, self._max_tokens, self._ops.whole_steps)
         if self._pipeline is not None:
             batch.previous_hidden = self._pipeline.received
+        if self.limits.mrope:
+            batch.use_deltas()
 
     def _can_capture(self) -> bool:
         """Whether steps can be CUDA graphs. With experts on other replicas they cannot: how much is sent depends on

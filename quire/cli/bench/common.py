@@ -20,6 +20,7 @@ from quire.errors import ValidationError
 if TYPE_CHECKING:
     from quire.api.inputs import TokensPrompt
     from quire.api.llm import LLM
+    from quire.messages.outputs import RequestOutput
     from quire.messages.sampling import SamplingParams
     from quire.scheduler.stats import SchedulerStats
 
@@ -45,13 +46,33 @@ def engine_stats(llm: LLM) -> SchedulerStats | None:
     return copy.copy(llm.llm_engine.core.scheduler.stats)
 
 
-def random_prompts(llm: LLM, count: int, length: int, seed: int) -> list[TokensPrompt]:
-    """Prompts of random tokens. No two share a prefix, so the prefix cache does not help."""
+def random_prompts(
+    llm: LLM, count: int, length: int, seed: int, images: int = 0, size: tuple[int, int] = (512, 512)
+) -> list[TokensPrompt]:
+    """Prompts of random tokens, each with `images` images of a size. No two share a prefix, so the prefix cache does
+    not help; no two images are alike."""
     import numpy as np
+
+    from quire.cli.bench.images import noise_image
 
     vocabulary = llm.llm_engine.info.model.vocab_size
     drawn = np.random.default_rng(seed).integers(0, vocabulary, (count, length))
-    return [{"prompt_token_ids": tokens} for tokens in drawn.tolist()]
+    media = llm.llm_engine.inputs.media
+    for token in media.soft_tokens:  # they would stand for images
+        drawn[drawn == token] = 0
+    if not images:
+        return [{"prompt_token_ids": tokens} for tokens in drawn.tolist()]
+    if media.image_token is None:
+        raise ValidationError(
+            f"--images needs a model that takes images; {llm.llm_engine.config.model} takes text only"
+        )
+    prompts: list[TokensPrompt] = []
+    for number, tokens in enumerate(drawn.tolist()):
+        first = (seed * count + number) * images
+        pictures = [noise_image(size, first + index) for index in range(images)]
+        whole = [tokens[0], *[media.image_token] * images, *tokens[1:]]
+        prompts.append({"prompt_token_ids": whole, "multi_modal_data": {"image": pictures}})
+    return prompts
 
 
 def fixed_length(llm: LLM, args: argparse.Namespace, n: int = 1) -> SamplingParams:
@@ -90,6 +111,35 @@ def waste_rows(stats: SchedulerStats | None, reserved: int) -> Rows:
 def waste_metrics(stats: SchedulerStats | None, reserved: int) -> dict[str, float]:
     """The same for --output-json."""
     return {} if stats is None else {"kv_waste": stats.waste, "kv_waste_if_reserved": stats.waste_if_reserved(reserved)}
+
+
+def energy_text(joules: float, tokens: int, source: str, is_estimate: bool) -> str:
+    """Joules of requests, in words."""
+    kind = f"estimated ({source})" if is_estimate else f"measured ({source})"
+    return f"{joules:.2f} J, {joules / max(1, tokens):.4g} J per output token, {kind}"
+
+
+def energy_rows(outputs: Sequence[RequestOutput]) -> Rows:
+    """The energy of requests; no row if it was not metered."""
+    known = [each.metrics for each in outputs if each.metrics is not None and each.metrics.energy_source is not None]
+    if not known:
+        return []
+    tokens = sum(metrics.num_generation_tokens for metrics in known)
+    is_estimate = any(metrics.energy_is_estimate for metrics in known)
+    joules = sum(metrics.joules for metrics in known)
+    return [("energy", energy_text(joules, tokens, known[-1].energy_source or "", is_estimate))]
+
+
+def energy_metrics(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+    """The same for --output-json."""
+    known = [each.metrics for each in outputs if each.metrics is not None and each.metrics.energy_source is not None]
+    if not known:
+        return {}
+    return {
+        "joules": sum(metrics.joules for metrics in known),
+        "energy_estimated": any(metrics.energy_is_estimate for metrics in known),
+        "energy_source": known[-1].energy_source,
+    }
 
 
 def add_output(parser: Any) -> None:

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 from quire.cli.bench.common import (
     add_output,
     bench_settings,
+    energy_metrics,
+    energy_rows,
     engine_stats,
     fixed_length,
     percentile,
@@ -18,6 +20,7 @@ from quire.cli.bench.common import (
     waste_metrics,
     waste_rows,
 )
+from quire.cli.bench.images import add_images
 from quire.cli.bench.profile import add_profile, expected_steps, profile
 from quire.cli.bench.speculation import (
     DraftCounts,
@@ -33,6 +36,7 @@ from quire.cli.values import positive, size
 if TYPE_CHECKING:
     from quire.api.inputs import TokensPrompt
     from quire.api.llm import LLM
+    from quire.messages.outputs import RequestOutput
 
 WHAT = """\
 Time one batch of random prompts from start to end, --num-iters times. The prefix cache is off by default: every
@@ -56,6 +60,7 @@ def configure(parser: Parser) -> None:
     load.add_argument("--n", type=positive, default=1, metavar="N", help="sequences per prompt (default: 1)")
     load.add_argument("--num-iters", type=positive, default=10, metavar="N", help="measured batches (default: 10)")
     load.add_argument("--num-iters-warmup", type=size, default=2, metavar="N", help="batches before those (default: 2)")
+    add_images(load)
     add_speculation(load)
     add_output(load)
     add_profile(load)
@@ -70,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
     settings = {"enable_prefix_caching": False, **bench_settings(args)}
     with LLM(**settings) as llm:
         before = DraftCounts.of(llm)
-        latencies = _measure(llm, args)
+        latencies, outputs = _measure(llm, args)
         drafts = DraftCounts.of(llm).since(before)
         info, stats = llm.llm_engine.info, engine_stats(llm)
         profiled = None
@@ -81,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
     speedup = None
     if (plain := without_drafts(settings, args)) is not None:
         with LLM(**plain) as llm:
-            speedup = statistics.median(_measure(llm, args)) / statistics.median(latencies)
+            speedup = statistics.median(_measure(llm, args)[0]) / statistics.median(latencies)
     average = statistics.mean(latencies)
     percentiles = {str(share): percentile(latencies, share) for share in PERCENTILES}
     report(
@@ -90,6 +95,7 @@ def run(args: argparse.Namespace) -> int:
             ("batch", f"{args.batch_size} of {args.input_len} + {args.output_len} tokens, {args.num_iters} times"),
             ("latency", f"{average:.3f} s on average, {1000 * average / args.output_len:.1f} ms per token"),
             ("percentiles", ", ".join(f"{share}%: {value:.3f} s" for share, value in percentiles.items())),
+            *energy_rows(outputs),
             *speculation_rows(drafts, speedup),
             *waste_rows(stats, info.max_model_len),
         ],
@@ -98,6 +104,7 @@ def run(args: argparse.Namespace) -> int:
             "avg_latency": average,
             "latencies": latencies,
             "percentiles": percentiles,
+            **energy_metrics(outputs),
             **speculation_metrics(drafts, speedup),
             **waste_metrics(stats, info.max_model_len),
             **({"profile": profiled.metrics} if profiled else {}),
@@ -110,16 +117,18 @@ def run(args: argparse.Namespace) -> int:
 
 def _prompts(llm: LLM, args: argparse.Namespace, iteration: int) -> list[TokensPrompt]:
     """The prompts of a batch. None comes twice: a proposer might remember the answer."""
-    return random_prompts(llm, args.batch_size, args.input_len, llm.llm_engine.config.seed + iteration)
+    seed = llm.llm_engine.config.seed + iteration
+    return random_prompts(llm, args.batch_size, args.input_len, seed, args.images, args.image_size)
 
 
-def _measure(llm: LLM, args: argparse.Namespace) -> list[float]:
-    """Seconds of each batch, sorted."""
+def _measure(llm: LLM, args: argparse.Namespace) -> tuple[list[float], list[RequestOutput]]:
+    """Seconds of each batch, sorted; and what the batches yielded."""
     params = fixed_length(llm, args, args.n)
-    latencies = []
+    latencies, outputs = [], []
     for iteration in range(args.num_iters_warmup + args.num_iters):
         prompts = _prompts(llm, args, iteration)
         begin = time.perf_counter()
-        llm.generate(prompts, params, use_tqdm=False)
+        found = llm.generate(prompts, params, use_tqdm=False)
         latencies.append(time.perf_counter() - begin)
-    return sorted(latencies[args.num_iters_warmup :])
+        outputs += found if iteration >= args.num_iters_warmup else []
+    return sorted(latencies[args.num_iters_warmup :]), outputs

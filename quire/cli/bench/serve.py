@@ -7,9 +7,11 @@ import asyncio
 import datetime
 import math
 import os
+import random
 from collections.abc import Coroutine, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from quire.cli.bench.images import add_images, with_noise
 from quire.cli.parser import Parser
 from quire.cli.values import json_object, output_file, positive, size
 from quire.errors import QuireError, ValidationError
@@ -100,7 +102,8 @@ async def _measure(
     from quire.cli.bench.load.drive import LoadProgress, send_all
 
     model = await _model(args, host)
-    bodies = [_body(args, model, request) for request in requests]
+    models = _models(args, model, len(requests))
+    bodies = [_body(args, one, request) for one, request in zip(models, requests, strict=True)]
     client = Client(host, args.endpoint or PATHS[args.backend], args.timeout, args.backend != EMBEDDINGS)
     await _warm_up(client, [_body(args, model, request) for request in _warmup_requests(args)])
     client.counters = type(client.counters)()
@@ -171,16 +174,25 @@ def _read_dataset(args: argparse.Namespace) -> list[BenchRequest]:
         prefix_len=args.prefix_len, num_prefixes=args.num_prefixes, time_unit=args.trace_time_unit,
         speed=args.trace_speed,
     )  # fmt: skip
-    return DATASETS["trace" if args.trace else args.dataset_name](options)
+    return _with_images(args, DATASETS["trace" if args.trace else args.dataset_name](options), args.seed)
+
+
+def _with_images(args: argparse.Namespace, requests: list[BenchRequest], seed: int) -> list[BenchRequest]:
+    """The requests with synthetic images, of which no two are alike."""
+    if args.images:
+        if not (args.endpoint or PATHS[args.backend]).endswith("/chat/completions"):
+            raise ValidationError("--images are parts of messages: use --backend openai-chat")
+        for number, request in enumerate(requests):
+            request.prompt = with_noise(request.prompt, args.images, args.image_size, (seed << 20) + number)
+    return requests
 
 
 def _warmup_requests(args: argparse.Namespace) -> list[BenchRequest]:
     """Requests of the same length with other text: the measured prompts must not be in a prefix cache."""
     from quire.cli.bench.load.datasets import DatasetOptions, random_text
 
-    return random_text(
-        DatasetOptions(args.warmup, args.input_len, args.output_len, args.seed + 1, unit=args.input_unit)
-    )
+    options = DatasetOptions(args.warmup, args.input_len, args.output_len, args.seed + 1, unit=args.input_unit)
+    return _with_images(args, random_text(options), args.seed + 1)
 
 
 def _times(args: argparse.Namespace, requests: list[BenchRequest]) -> list[float]:
@@ -221,6 +233,11 @@ def _body(args: argparse.Namespace, model: str, request: BenchRequest) -> bytes:
     return msgspec.json.encode({**body, **args.extra_body})
 
 
+def _models(args: argparse.Namespace, model: str, count: int) -> list[str]:
+    """The model of each request: the same for all, or adapters drawn at random."""
+    return random.Random(args.seed).choices(args.lora_modules or [model], k=count)
+
+
 def _headers(args: argparse.Namespace) -> dict[str, str]:
     headers = {"Authorization": f"Bearer {args.api_key}"} if args.api_key else {}
     for header in args.header:
@@ -248,6 +265,7 @@ def _run_settings(args: argparse.Namespace, model: str, count: int) -> dict[str,
         "endpoint_type": args.backend,
         "backend": args.backend,
         "model_id": model,
+        "lora_modules": args.lora_modules,
         "dataset_name": "trace" if args.trace else args.dataset_name,
         "num_prompts": count,
         "request_rate": args.request_rate if math.isfinite(args.request_rate) else "inf",
@@ -279,6 +297,8 @@ def add_server_flags(group: Any) -> None:
                             "/v1/embeddings, which reports only e2el (default: openai)")
     group.add_argument("--endpoint", metavar="PATH", help="path to use instead of the backend's")
     group.add_argument("--model", metavar="NAME", help="default: the first of /v1/models")
+    group.add_argument("--lora-modules", nargs="+", default=[], metavar="NAME",
+                       help="adapters that the server has loaded: each request is for one of them, drawn at random")
     group.add_argument("--api-key", metavar="KEY", default=os.environ.get("OPENAI_API_KEY"),
                        help="sent as a bearer token (default: $OPENAI_API_KEY)")
     group.add_argument("--header", action="append", default=[], metavar="NAME=VALUE",
@@ -312,7 +332,7 @@ def add_load_flags(group: Any) -> None:
 def add_request_flags(group: Any) -> None:
     """Flags of the requests' content."""
     group.add_argument("--dataset-name", choices=("random", "prefix_repetition", "custom", "sharegpt"),
-                       default="random", help="custom: a JSONL file with prompt or messages (default: random)")
+                       default="random", help="custom: JSONL of prompts (and images) or messages (default: random)")
     group.add_argument("--dataset-path", metavar="FILE", help="the file of custom or sharegpt")
     group.add_argument("--input-len", "--random-input-len", type=positive, default=128, metavar="N",
                        help="length of random prompts (default: 128)")
@@ -326,6 +346,7 @@ def add_request_flags(group: Any) -> None:
                        metavar="N", help="tokens of the shared prefix (default: 0)")
     group.add_argument("--num-prefixes", "--prefix-repetition-num-prefixes", type=positive, default=10, metavar="N",
                        help="prefix_repetition: number of different prefixes (default: 10)")
+    add_images(group)
     group.add_argument("--ignore-eos", action="store_true",
                        help="ask for full-length outputs (not every server supports it)")
     group.add_argument("--temperature", type=float, metavar="X", help="default: the server's")

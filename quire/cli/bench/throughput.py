@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 from quire.cli.bench.common import (
     add_output,
     bench_settings,
+    energy_metrics,
+    energy_rows,
     engine_stats,
     fixed_length,
     random_prompts,
@@ -16,6 +18,7 @@ from quire.cli.bench.common import (
     waste_metrics,
     waste_rows,
 )
+from quire.cli.bench.images import add_images
 from quire.cli.bench.profile import add_profile, expected_steps, profile
 from quire.cli.bench.speculation import (
     DraftCounts,
@@ -31,6 +34,7 @@ from quire.cli.values import positive
 if TYPE_CHECKING:
     from quire.api.inputs import TokensPrompt
     from quire.api.llm import LLM
+    from quire.messages.outputs import RequestOutput
 
 WHAT = """\
 Submit many prompts of random tokens at once, and time the engine until all have finished.
@@ -40,6 +44,7 @@ EXAMPLES = """
   quire bench throughput --model ./config-only-folder --load-format dummy
   quire bench throughput --model qwen3-0.6b --num-prompts 1000 --input-len 512 --output-json result.json
   quire bench throughput --num-prompts 16 --profile
+  quire bench throughput --model qwen2.5-vl-7b --num-prompts 256 --images 1 --image-size 1024x1024
 """
 
 
@@ -51,6 +56,7 @@ def configure(parser: Parser) -> None:
     load.add_argument("--input-len", type=positive, default=128, metavar="N", help="tokens per prompt (default: 128)")
     load.add_argument("--output-len", type=positive, default=128, metavar="N", help="tokens per output (default: 128)")
     load.add_argument("--n", type=positive, default=1, metavar="N", help="sequences per prompt (default: 1)")
+    add_images(load)
     add_speculation(load)
     add_output(load)
     add_profile(load)
@@ -65,7 +71,8 @@ def run(args: argparse.Namespace) -> int:
     settings = bench_settings(args)
     with LLM(**settings) as llm:
         before = DraftCounts.of(llm)
-        generated, elapsed = _measure(llm, args)
+        outputs, elapsed = _measure(llm, args)
+        generated = sum(len(sequence.token_ids) for output in outputs for sequence in output.outputs)
         drafts = DraftCounts.of(llm).since(before)
         info, stats = llm.llm_engine.info, engine_stats(llm)
         counted = {metric.name: metric.value for metric in llm.get_metrics()}
@@ -80,6 +87,7 @@ def run(args: argparse.Namespace) -> int:
             speedup = _measure(llm, args)[1] / elapsed
     preemptions = int(counted["quire:num_preemptions"])
     total = generated + args.num_prompts * args.input_len
+    images, (width, height) = args.num_prompts * args.images, args.image_size
     report(
         f"{info.files.name} ({info.dtype}) on {info.device}",
         [
@@ -87,7 +95,9 @@ def run(args: argparse.Namespace) -> int:
             ("elapsed", f"{elapsed:.2f} s"),
             ("throughput", f"{args.num_prompts / elapsed:.2f} requests/s"),
             ("", f"{generated / elapsed:.1f} output tokens/s, {total / elapsed:.1f} with prompts"),
+            *([("images", f"{images / elapsed:.2f} images/s of {width} × {height}")] if images else []),
             ("preemptions", str(preemptions)),
+            *energy_rows(outputs),
             *speculation_rows(drafts, speedup),
             *waste_rows(stats, info.max_model_len),
         ],
@@ -100,6 +110,8 @@ def run(args: argparse.Namespace) -> int:
             "tokens_per_second": total / elapsed,
             "output_tokens_per_second": generated / elapsed,
             "num_preemptions": preemptions,
+            **energy_metrics(outputs),
+            **({"images_per_second": images / elapsed} if images else {}),
             **speculation_metrics(drafts, speedup),
             **waste_metrics(stats, info.max_model_len),
             **({"profile": profiled.metrics} if profiled else {}),
@@ -111,17 +123,19 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _prompts(llm: LLM, args: argparse.Namespace) -> list[TokensPrompt]:
-    return random_prompts(llm, args.num_prompts, args.input_len, llm.llm_engine.config.seed)
+    seed = llm.llm_engine.config.seed
+    return random_prompts(llm, args.num_prompts, args.input_len, seed, args.images, args.image_size)
 
 
-def _measure(llm: LLM, args: argparse.Namespace) -> tuple[int, float]:
-    """Tokens that were generated, and the seconds it took."""
+def _measure(llm: LLM, args: argparse.Namespace) -> tuple[list[RequestOutput], float]:
+    """What was generated, and the seconds it took."""
     params = fixed_length(llm, args, args.n)
     warm_up = params.clone()
     warm_up.max_tokens = 2
-    llm.generate(random_prompts(llm, 1, args.input_len, llm.llm_engine.config.seed + 1), warm_up, use_tqdm=False)
+    seed = llm.llm_engine.config.seed + args.num_prompts + 1
+    llm.generate(random_prompts(llm, 1, args.input_len, seed, args.images, args.image_size), warm_up, use_tqdm=False)
     prompts = _prompts(llm, args)
     begin = time.perf_counter()
     outputs = llm.generate(prompts, params)
     elapsed = time.perf_counter() - begin
-    return sum(len(sequence.token_ids) for output in outputs for sequence in output.outputs), elapsed
+    return outputs, elapsed

@@ -7,8 +7,8 @@ from quire.router.replica_state import ReplicaState
 
 
 class LeastLoaded:
-    """Waiting time; of idle replicas, the one with the least recent work."""
+    """Waiting time, and that to load an adapter; of idle replicas, the one with the least recent work."""
 
     def cost(self, request: RoutedRequest, replica: ReplicaState, now: float) -> float:
         load = replica.load
-        return load.wait(now) + load.work(now) / load.prefill_speed
+        return load.wait(now) + load.work(now) / load.prefill_speed + replica.loading_seconds(request)

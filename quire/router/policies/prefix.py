@@ -11,7 +11,7 @@ term, replicas below their capacity share the work too."""
 
 
 class PrefixAware:
-    """Waiting time plus the time to compute the part of the prompt that is not cached there."""
+    """Waiting time plus the time to compute the part of the prompt that is not cached there, and to load an adapter."""
 
     def __init__(self, evenness: float = EVENNESS) -> None:
         self._evenness = evenness
@@ -19,4 +19,4 @@ class PrefixAware:
     def cost(self, request: RoutedRequest, replica: ReplicaState, now: float) -> float:
         load = replica.load
         tokens = replica.uncached_tokens(request) + self._evenness * load.work(now)
-        return load.wait(now) + tokens / load.prefill_speed
+        return load.wait(now) + tokens / load.prefill_speed + replica.loading_seconds(request)

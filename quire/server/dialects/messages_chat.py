@@ -20,6 +20,7 @@ from quire.server.protocol.conversation import (
 from quire.server.protocol.fields import FieldReader
 from quire.server.protocol.messages import (
     ANTHROPIC_BLOCKS,
+    AnthropicImageBlock,
     AnthropicInputMessage,
     AnthropicTextBlock,
     AnthropicThinkingBlock,
@@ -53,6 +54,7 @@ def as_chat(request: CountTokensRequest, fields: FieldReader) -> ChatRequest:
         tools=_tools(request, fields),
         tool_choice=_tool_choice(request),
         chat_template_kwargs=_template_kwargs(request),
+        mm_processor_kwargs=request.mm_processor_kwargs,
     )
     if request.output_config is not None:
         chat.reasoning_effort = request.output_config.effort
@@ -87,7 +89,7 @@ def _messages(request: CountTokensRequest, fields: FieldReader) -> list[ChatMess
         role = "user" if messages else message.role
         for each in _user_messages(role, blocks, where, fields):
             if message.role == "system" and messages and messages[-1].role == each.role == "user":
-                messages[-1].content = f"{messages[-1].content}\n{each.content}"
+                messages[-1].content = _joined(messages[-1].content, each.content)
             else:
                 messages.append(each)
     return messages
@@ -125,7 +127,7 @@ def _assistant(blocks: list[Any], where: str) -> ChatMessage:
             calls.append(MessageToolCall(function=FunctionCall(name=block.name, arguments=arguments), id=block.id))
         elif block is not None:
             raise bad_request(
-                f"{where}[{index}] is a tool_result, which only a user message may have", f"{where}[{index}]"
+                f"{where}[{index}] is of type {block.type}, which only a user message may have", f"{where}[{index}]"
             )
     return ChatMessage(
         role="assistant",
@@ -136,32 +138,59 @@ def _assistant(blocks: list[Any], where: str) -> ChatMessage:
 
 
 def _user_messages(role: str, blocks: list[Any], where: str, fields: FieldReader) -> list[ChatMessage]:
-    """Tool results and text as messages, in order."""
+    """Tool results, text and images as messages, in order."""
     messages: list[ChatMessage] = []
     for index, block in enumerate(blocks):
         if isinstance(block, AnthropicToolResultBlock):
-            text = _result_text(block, f"{where}[{index}].content", fields)
-            messages.append(ChatMessage(role="tool", content=text, tool_call_id=block.tool_use_id))
-        elif isinstance(block, AnthropicTextBlock):
+            content = _result_content(block, f"{where}[{index}].content", fields)
+            messages.append(ChatMessage(role="tool", content=content, tool_call_id=block.tool_use_id))
+        elif isinstance(block, AnthropicTextBlock | AnthropicImageBlock):
+            content = _content(block, f"{where}[{index}]")
             if messages and messages[-1].role == role:
-                messages[-1].content = f"{messages[-1].content}\n{block.text}"
+                messages[-1].content = _joined(messages[-1].content, content)
             else:
-                messages.append(ChatMessage(role=role, content=block.text))
+                messages.append(ChatMessage(role=role, content=content))
         elif block is not None:
             raise bad_request(f"{where}[{index}] is a {block.type}, which only an assistant message may have", where)
     return messages or [ChatMessage(role=role, content="")]
 
 
-def _result_text(block: AnthropicToolResultBlock, where: str, fields: FieldReader) -> str:
+def _content(block: AnthropicTextBlock | AnthropicImageBlock, where: str) -> str | list[dict[str, Any]]:
+    if isinstance(block, AnthropicTextBlock):
+        return block.text
+    if not isinstance(block.source, dict) or block.source.get("type") not in ("base64", "url"):
+        raise bad_request(f"{where} is an image whose source is not of type base64 or url", f"{where}.source")
+    return [{"type": "image", "source": block.source}]
+
+
+def _joined(
+    first: str | list[dict[str, Any]] | None, second: str | list[dict[str, Any]] | None
+) -> str | list[dict[str, Any]]:
+    """The content of two blocks: text, or a list of parts if there is an image."""
+    if isinstance(first, list) or isinstance(second, list):
+        return [*_parts(first), *_parts(second)]
+    return f"{first}\n{second}"
+
+
+def _parts(content: str | list[dict[str, Any]] | None) -> list[dict[str, Any]]:
+    return content if isinstance(content, list) else [{"type": "text", "text": content or ""}]
+
+
+def _result_content(block: AnthropicToolResultBlock, where: str, fields: FieldReader) -> str | list[dict[str, Any]]:
+    content: str | list[dict[str, Any]] | None = None
     if block.content is None or isinstance(block.content, str):
-        text = block.content or ""
+        content = block.content or ""
     else:
-        parts = [_block(part, f"{where}[{index}]", fields) for index, part in enumerate(block.content)]
-        for index, part in enumerate(parts):
-            if not isinstance(part, AnthropicTextBlock):
-                raise bad_request(f"{where}[{index}] is not text; this server supports text only", where)
-        text = "\n".join(part.text for part in parts)
-    return f"Error: {text}" if block.is_error else text
+        for index, part in enumerate(block.content):
+            read = _block(part, f"{where}[{index}]", fields)
+            if not isinstance(read, AnthropicTextBlock | AnthropicImageBlock):
+                raise bad_request(f"{where}[{index}] is not text; this server supports text and images only", where)
+            part_content = _content(read, f"{where}[{index}]")
+            content = part_content if content is None else _joined(content, part_content)
+    content = content or ""
+    if not block.is_error:
+        return content
+    return _joined("Error:", content) if isinstance(content, list) else f"Error: {content}"
 
 
 def _tools(request: CountTokensRequest, fields: FieldReader) -> list[ChatTool] | None:

@@ -124,7 +124,7 @@ def as_usage(usage: Usage) -> MessagesUsage:
     """Usage in Anthropic's terms: cached tokens are counted separately."""
     details = usage.prompt_tokens_details
     cached = 0 if details is msgspec.UNSET else details.cached_tokens
-    return MessagesUsage(usage.prompt_tokens - cached, usage.completion_tokens, cached)
+    return MessagesUsage(usage.prompt_tokens - cached, usage.completion_tokens, cached, energy=usage.energy)
 
 
 def as_tool_use_id(call_id: str) -> str:

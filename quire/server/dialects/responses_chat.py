@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from quire.api.chat_media import part_kind
 from quire.server.dialects.responses_tools import OfferedTools, qualified
 from quire.server.errors import bad_request
 from quire.server.protocol.chat import ChatRequest
@@ -37,8 +38,8 @@ from quire.server.protocol.sampling import SCALAR_NAMES, JsonSchemaFormat, Respo
 _SAME_FIELDS = (
     *SCALAR_NAMES, "model", "seed", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "min_tokens",
     "logit_bias", "allowed_token_ids", "bad_words", "skip_special_tokens", "structured_outputs", "include_reasoning",
-    "chat_template_kwargs", "priority", "timeout", "cache_salt", "request_id", "vllm_xargs", "stream",
-    "parallel_tool_calls",
+    "chat_template_kwargs", "mm_processor_kwargs", "priority", "timeout", "cache_salt", "request_id", "vllm_xargs",
+    "stream", "parallel_tool_calls",
 )  # fmt: skip
 """Fields with the same meaning in both."""
 STORED = "a stored item"
@@ -134,12 +135,19 @@ class _Conversation:
             custom = CustomCall(name=qualified(item.namespace, item.name), input=item.input)
             self._add_call(MessageToolCall(custom=custom, id=item.call_id))
         elif isinstance(item, ResponseInputCallOutput | ResponseInputCustomOutput):
-            text = _text(item.output, f"{where}.output")
-            self.messages.append(ChatMessage(role="tool", content=text, tool_call_id=item.call_id))
+            content = _content(item.output, f"{where}.output")
+            self.messages.append(ChatMessage(role="tool", content=content, tool_call_id=item.call_id))
         elif isinstance(item, ResponseItemReference):
             raise bad_request(f"{where} refers to a stored item: it must be replaced by the item", where)
         elif isinstance(item, ResponseInputMessage):
-            self.add_text(item.role, _text(item.content, f"{where}.content"))
+            content = _content(item.content, f"{where}.content")
+            if isinstance(content, str):
+                self.add_text(item.role, content)
+            elif item.role != "user":
+                raise bad_request(f"{where} of role {item.role} has an image; only a user's message may", where)
+            else:
+                self._reasoning.clear()  # reasoning without an answer
+                self.messages.append(ChatMessage(role=item.role, content=content))
 
     def _add_call(self, call: MessageToolCall) -> None:
         message = self._assistant()
@@ -169,21 +177,28 @@ class _Conversation:
         return last
 
 
-def _text(content: str | list[dict[str, Any]], where: str) -> str:
+def _content(content: str | list[dict[str, Any]], where: str) -> str | list[dict[str, Any]]:
+    """The content of an item: text, or a list of parts if it has images."""
     if isinstance(content, str):
         return content
-    texts = []
+    parts: list[dict[str, Any]] = []
     for index, part in enumerate(content):
         kind = part.get("type")
+        if part_kind(part) is not None:
+            parts.append(part)
+            continue
         text = part.get("refusal" if kind == "refusal" else "text")
         if kind not in ("input_text", "output_text", "text", "refusal"):
             raise bad_request(
-                f"{where}[{index}] is of type {str(kind)[:80]!r}; this server supports text only", f"{where}[{index}]"
+                f"{where}[{index}] is of type {str(kind)[:80]!r}; this server supports text and images only",
+                f"{where}[{index}]",
             )
         if not isinstance(text, str):
             raise bad_request(f"{where}[{index}] has no text", f"{where}[{index}].text")
-        texts.append(text)
-    return "\n".join(texts)
+        parts.append({"type": "text", "text": text})
+    if all(part.get("type") == "text" for part in parts):
+        return "\n".join(part["text"] for part in parts)
+    return parts
 
 
 def _response_format(request: ResponsesRequest) -> ResponseFormat | None:

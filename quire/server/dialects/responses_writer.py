@@ -288,6 +288,7 @@ def _usage(usage: Usage) -> ResponseUsage:
             0 if reasoning is msgspec.UNSET else reasoning.reasoning_tokens
         ),
         total_tokens=usage.total_tokens,
+        energy=usage.energy,
     )
 
 

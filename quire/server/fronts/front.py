@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from quire.api.adapters import AdapterEntry
 from quire.api.async_llm import AsyncLLM
 from quire.api.engine_group import EngineGroup
 from quire.config import EngineConfig
@@ -49,6 +50,7 @@ class HubEngine:
         self.on_ready: Callable[[], None] = lambda: None
         """Called when an engine has been replaced by one that may have another size."""
         self.on_drain: Callable[[], None] = lambda: None
+        self.on_adapters: Callable[[list[AdapterEntry]], None] = lambda adapters: None
         self.read_metrics: Callable[[], Any] = lambda: None
         self._files, self._model = files, model
         self.info = engine_info(start.ready, files, model)
@@ -96,6 +98,9 @@ class HubEngine:
                 self.state = message
             case messages.DrainFront():
                 self.on_drain()
+            case messages.SetAdapters(question=question, adapters=adapters):
+                self.on_adapters(adapters)
+                self.send(messages.AdaptersSet(question))
             case messages.GetFrontMetrics(question=question):
                 self.send(messages.FrontMetrics(question, self.read_metrics()))
             case messages.RouteStart(question=question) | messages.RouteBody(question=question):
@@ -253,8 +258,10 @@ async def run_front(
     shared = FrontCounts(start.fronts, start.number, counts)
     context = ServerContext(llm, config, shared, HubSupervisor(llm, hub), ask_hub)
     context.created = start.created
+    context.adapters.set(start.adapters)
     http = HttpServer(context, config)
     hub.read_metrics, hub.on_drain = context.metrics.snapshot, http.on_signal
+    hub.on_adapters = context.adapters.set
     hub.attach()
     await context.start()
     gc.freeze()

@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 
+from quire.api.adapters import AdapterEntry
 from quire.api.relay import refusal_of
 from quire.engine import ipc
 from quire.errors import QuireError
@@ -72,6 +73,8 @@ class FrontProcess:
         self.ready: asyncio.Future[None] = loop.create_future()
         self.closed: asyncio.Future[None] = loop.create_future()
         self._answers: dict[int, asyncio.Future[MetricsSnapshot]] = {}
+        self._informed: dict[int, asyncio.Future[None]] = {}
+        """Adapters that it was told of, until it has answered."""
         self._numbers = itertools.count()
         self._tasks: set[asyncio.Task[None]] = set()
         self._exchanges: dict[int, Exchange] = {}
@@ -102,6 +105,16 @@ class FrontProcess:
                 self.snapshot = await asyncio.wait_for(answer, ANSWER_SECONDS)
         finally:
             del self._answers[number]
+
+    async def set_adapters(self, adapters: list[AdapterEntry]) -> None:
+        """Tell it which adapters there are; returns when it knows, or has exited: then the next one is told."""
+        number = next(self._numbers)
+        known = self._informed[number] = asyncio.get_running_loop().create_future()
+        self.send(messages.SetAdapters(number, adapters))
+        try:
+            await asyncio.wait([known, self.closed], timeout=ANSWER_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            del self._informed[number]
 
     async def wait_for_exit(self, seconds: float = EXIT_SECONDS) -> str:
         """How it ended; it is killed if it does not within `seconds`."""
@@ -166,6 +179,9 @@ class FrontProcess:
             case messages.FrontMetrics(question=question, snapshot=snapshot):
                 if (answer := self._answers.get(question)) is not None and not answer.done():
                     answer.set_result(snapshot)
+            case messages.AdaptersSet(question=question):
+                if (known := self._informed.get(question)) is not None and not known.done():
+                    known.set_result(None)
             case messages.FrontReady():
                 if not self.ready.done():
                     self.ready.set_result(None)
@@ -267,6 +283,7 @@ class Fronts:
         """Start the processes, and wait until they accept requests; raises if one cannot."""
         self.context = context
         context.metrics.gather_fronts = self._gather_metrics
+        context.share_adapters = self._share_adapters
         self.routes = {(route.method, route.path): route for route in routes_of(context) if route.is_hubs}
         self.routes |= {("HEAD", path): route for (method, path), route in self.routes.items() if method == "GET"}
         self._known = (context.llm.info, self._state())
@@ -315,6 +332,7 @@ class Fronts:
             created=self.context.created,
             ready=ipc.ready_message(llm.info),
             state=self._state(),
+            adapters=list(self.context.adapters),
         )
         made = self._alive[number] = FrontProcess(self, number, start, self._descriptors)
         return made
@@ -361,6 +379,10 @@ class Fronts:
                     front.send(ipc.ready_message(info))
                 if state != known[1]:
                     front.send(state)
+
+    async def _share_adapters(self) -> None:
+        adapters = list(self.context.adapters)
+        await asyncio.gather(*(front.set_adapters(adapters) for front in list(self._alive.values())))
 
     async def _gather_metrics(self) -> MetricsSnapshot:
         fronts = list(self._alive.values())

@@ -6,10 +6,12 @@ from typing import Any, Union
 
 import msgspec
 
+from quire.api.adapters import AdapterEntry
 from quire.engine import ipc
 from quire.engine.session_calls import SessionOp
 from quire.executor.child import ChildContext
 from quire.messages.frames import frame
+from quire.messages.media import decode_array, encode_array
 from quire.server.observability.snapshots import MetricsSnapshot
 
 # To a front
@@ -40,6 +42,14 @@ class StartFront(ChildContext, tag=True):
     """When the server was started, in seconds since the epoch."""
     ready: ipc.EngineReady
     state: HubState
+    adapters: list[AdapterEntry]
+
+
+class SetAdapters(msgspec.Struct, tag=True):
+    """The adapters that requests can name from now on. Answered by `AdaptersSet`."""
+
+    question: int
+    adapters: list[AdapterEntry]
 
 
 class DrainFront(msgspec.Struct, tag=True):
@@ -68,7 +78,7 @@ class RouteBody(msgspec.Struct, tag=True):
     more: bool
 
 
-ToFront = Union[ipc.Up, StartFront, HubState, DrainFront, GetFrontMetrics, RouteStart, RouteBody]
+ToFront = Union[ipc.Up, StartFront, HubState, SetAdapters, DrainFront, GetFrontMetrics, RouteStart, RouteBody]
 
 # To the hub
 
@@ -88,6 +98,12 @@ class FrontMetrics(msgspec.Struct, tag=True):
 
     question: int
     snapshot: MetricsSnapshot
+
+
+class AdaptersSet(msgspec.Struct, tag=True):
+    """Answers `SetAdapters`."""
+
+    question: int
 
 
 class RouteCall(msgspec.Struct, tag=True):
@@ -118,11 +134,11 @@ class SendSessionOp(msgspec.Struct, tag=True):
     op: SessionOp
 
 
-ToHub = Union[ipc.Down, FrontReady, KeysFollow, FrontMetrics, RouteCall, RouteCancel, SendSessionOp]
+ToHub = Union[ipc.Down, FrontReady, KeysFollow, FrontMetrics, AdaptersSet, RouteCall, RouteCancel, SendSessionOp]
 
-_encode = msgspec.msgpack.Encoder().encode
+_encode = msgspec.msgpack.Encoder(enc_hook=encode_array).encode
 _to_front = msgspec.msgpack.Decoder(ToFront)
-_to_hub = msgspec.msgpack.Decoder(ToHub)
+_to_hub = msgspec.msgpack.Decoder(ToHub, dec_hook=decode_array)
 
 
 def encode(message: ToFront | ToHub) -> bytes:

@@ -12,7 +12,7 @@ from quire.engine.engine_info import EngineInfo
 from quire.engine.stats import Metric
 from quire.errors import QuireError
 from quire.messages.histogram import Histogram
-from quire.messages.metric_table import ROUTER_METRICS, SPECULATION_METRICS, MetricSpec
+from quire.messages.metric_table import OPTIONAL_METRICS, ROUTER_METRICS, MetricSpec
 from quire.router.router import ReplicaLoadStats
 
 REPORT_TIMEOUT_SECONDS = 1.0
@@ -105,7 +105,7 @@ class EngineMetrics:
 
     def _reported(self, spec: MetricSpec) -> dict[Labels, Any]:
         metric = self._latest.by_name.get(spec.name)
-        if metric is None and spec in SPECULATION_METRICS:
+        if metric is None and spec in OPTIONAL_METRICS:
             return {}
         if spec.labels:
             return {} if metric is None else dict(metric.series)

@@ -91,13 +91,16 @@ def access_fields(record: HttpRecord) -> dict[str, Any]:
     }
     if record.generations:
         fields |= {
+            "adapter": record.generations[0].adapter or None,
             "prompt_tokens": record.prompt_tokens,
             "output_tokens": record.output_tokens,
             "cached_tokens": record.cached_tokens,
+            "images": record.images,
             "draft_tokens": record.draft_tokens,
             "accepted_tokens": record.accepted_tokens,
             "queue_ms": _milliseconds(record.queue_seconds),
             "ttft_ms": _milliseconds(record.first_token_seconds),
+            "joules": None if record.joules is None else round(record.joules, 3),
             "finish_reason": ",".join(dict.fromkeys(record.finish_reasons)),
         }
     return {name: value for name, value in fields.items() if value is not None}
@@ -126,6 +129,8 @@ class RequestLog:
         """A request is being sent to the engine."""
         prompt = record.prompt[: self._longest] if record.prompt is not None else None
         fields = {"request_id": record.request_id, "prompt": prompt, "params": repr(record.params)}
+        if record.adapter:
+            fields["adapter"] = record.adapter
         requests.info("request %s: %r, %s", record.request_id, prompt, record.params, extra={"fields": fields})
 
     def on_first_output(self, record: GenerationRecord) -> None:

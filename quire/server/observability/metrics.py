@@ -21,8 +21,8 @@ from quire.messages.metric_table import (
     ALL_METRICS,
     BY_MODEL_LENGTH,
     ENGINE_METRICS,
+    OPTIONAL_METRICS,
     ROUTER_METRICS,
-    SPECULATION_METRICS,
     MetricSpec,
     bounds_by_length,
 )
@@ -48,6 +48,8 @@ METHODS = frozenset(("GET", "POST", "PUT", "DELETE", "PATCH", "HEAD", "OPTIONS")
 CLIENT_DISCONNECTED = 499
 """Status recorded if the client disconnected before there was one."""
 REQUEST_TYPES = {"/v1/chat/completions": "chat_completions", "/v1/responses": "responses"}
+MOST_ADAPTER_LABELS = 256
+"""Adapters that are counted separately."""
 MOST_FIELD_LABELS = 64
 """Names of ignored fields that are counted separately."""
 FINISH_REASONS = ("stop", "length", "abort", "error", "repetition")
@@ -88,6 +90,14 @@ class StoreMeter(Protocol):
         """The values of one of its metrics."""
 
 
+class MediaMeter(Protocol):
+    """Counts images that were decoded and refused; `MediaCounts` does."""
+
+    def measure(self, name: str) -> Mapping[Labels, float]:
+        """The values of one of its metrics."""
+
+
+MEDIA_METRICS = ("media_items", "media_bytes", "media_pixels", "media_seconds", "media_refused")
 STORE_METRICS = ("stored_response_bytes", "stored_responses_dropped", "background_responses")
 
 
@@ -104,12 +114,14 @@ class ServerMetrics:
         replicas: Sequence[tuple[MeasuredReplica, RestartCounter]] = (),
         routing: Callable[[], Sequence[ReplicaLoadStats]] = tuple,
         stored: StoreMeter | None = None,
+        media: MediaMeter | None = None,
     ) -> None:
         """`vllm_names`: show every metric that vLLM has also under vLLM's prefix, for dashboards made for it.
         `replicas`: the engines, if there are several, each with its supervisor; `routing`: the router's estimates."""
         self._llm = llm
         self._admission = admission
         self._stored = stored
+        self._media = media
         self._prefixes = (OURS, THEIRS) if vllm_names else (OURS,)
         self._model_name = model_name
         self._engines = [EngineMetrics(llm, llm.config, supervisor)]
@@ -148,12 +160,19 @@ class ServerMetrics:
         self._count("prompt_tokens_cached", cached)
         self._count("prompt_tokens_by_source", prompt - cached, "local_compute")
         self._count("prompt_tokens_by_source", cached, "local_cache_hit")
+        if record.image_tokens:
+            self._count("prompt_tokens_image", record.image_tokens)
         if (seconds := record.first_token_seconds) is not None:
             self._observe("time_to_first_token_seconds", seconds)
 
     def on_finish(self, record: GenerationRecord) -> None:
         """A request has ended."""
         self._count("request_success", 1, record.reason)
+        if record.adapter:
+            label = self._adapter_label(record.adapter)
+            self._count("adapter_requests", 1, label)
+            self._count("adapter_prompt_tokens", record.prompt_tokens, label)
+            self._count("adapter_generation_tokens", record.output_tokens, label)
         if record.reason in ENDED_WELL and record.metrics is not None:
             self._observe_whole(record)
 
@@ -168,6 +187,11 @@ class ServerMetrics:
             self._count("http_requests", 1, record.handler, method, f"{status // 100}xx")
             self._observe("http_request_duration_seconds", record.seconds, record.handler, method)
             self._observe("http_request_duration_highr_seconds", record.seconds)
+
+    def _adapter_label(self, name: str) -> str:
+        """The adapter's name, while there are few: thousands of series would be too many."""
+        known = self._counts.setdefault("adapter_requests", {})
+        return name if (name,) in known or len(known) < MOST_ADAPTER_LABELS else "other"
 
     def _field_label(self, name: str) -> str:
         """The name itself, while there are few: clients must not be able to add any number of label values."""
@@ -231,6 +255,8 @@ class ServerMetrics:
         """What this front has counted, but not what the engines and the limits have."""
         counts: dict[str, dict[Labels, float]] = {**self._counts}
         counts["generation_tokens"] = {(): float(self._llm.token_times.tokens)}
+        if self._media is not None:
+            counts |= {name: dict(self._media.measure(name)) for name in MEDIA_METRICS}
         histograms: dict[str, dict[Labels, Histogram]] = {**self._histograms, GAPS: self._gaps}
         return MetricsSnapshot(
             {name: list(values.items()) for name, values in counts.items()},
@@ -250,15 +276,15 @@ class ServerMetrics:
                 yield _family(spec.name, spec, [((), self._values(spec))])
                 continue
             values = self._values_by_engine(spec)
-            if spec in SPECULATION_METRICS and not any(of_engine for _, (_, of_engine) in values):
-                continue  # there are no drafts
+            if spec in OPTIONAL_METRICS and not any(of_engine for _, (_, of_engine) in values):
+                continue  # there are no drafts, or no meter
             for prefix in self._prefixes:
                 if prefix == OURS or not spec.is_ours:
                     yield _family(prefix + spec.name, spec, values)
 
     def _values_by_engine(self, spec: MetricSpec) -> list[tuple[Labels, Values]]:
         """A metric's values, by model and engine."""
-        if spec in ENGINE_METRICS or spec in SPECULATION_METRICS or spec.name in PER_ENGINE:
+        if spec in ENGINE_METRICS or spec in OPTIONAL_METRICS or spec.name in PER_ENGINE:
             return [((self._model_name, str(i)), engine.values(spec)) for i, engine in enumerate(self._engines)]
         engine = "0" if len(self._engines) == 1 else ALL_ENGINES
         return [((self._model_name, engine), self._values(spec))]
@@ -289,6 +315,8 @@ class ServerMetrics:
                 return {} if self._admission is None else {(key,): n for key, n in self._admission.rejected.items()}
         if name in STORE_METRICS:
             return {} if self._stored is None else dict(self._stored.measure(name))
+        if name in MEDIA_METRICS:
+            return {} if self._media is None else dict(self._media.measure(name))
         return self._counts.get(name, {})
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from quire.messages.metric_table import (
     BY_MODEL_LENGTH,
+    ENERGY_METRICS,
     ENGINE_METRICS,
     REQUEST_METRICS,
     ROUTER_METRICS,
@@ -51,6 +52,11 @@ Reported by engines with `speculative_config`, and shown for each; without it th
 `quire:spec_decode_probes` on are of the [tuner](speculative.md#it-tunes-itself): what it chose for the last step, and
 from what. `GET /admin/stats` has all of them under `speculation`.
 """
+ENERGY = """
+## Of each engine that meters energy
+
+With `--report-energy`, `--power-budget` or `--energy-policy`, or on a machine with a battery ([energy.md](energy.md)).
+"""
 ROUTER = """
 ## Router
 
@@ -88,6 +94,8 @@ def page() -> str:
             _table(ENGINE_METRICS),
             SPECULATION,
             _table(SPECULATION_METRICS),
+            ENERGY,
+            _table(ENERGY_METRICS),
             ROUTER,
             _table(ROUTER_METRICS),
             SERVER,

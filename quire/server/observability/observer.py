@@ -25,6 +25,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from quire.messages.adapter_use import AdapterUse
 from quire.messages.outputs import RequestMetrics, RequestOutput
 from quire.messages.pooling import PoolingParams
 from quire.messages.sampling import SamplingParams
@@ -51,11 +52,16 @@ class GenerationRecord:
         prompt: str | list[int] | None,
         arrived: float,
         listeners: Sequence[GenerationListener],
+        adapters: Sequence[AdapterUse] = (),
+        images: int = 0,
+        image_tokens: int = 0,
     ) -> None:
         self.request_id = request_id
         """The HTTP request's id."""
         self.params = params
         self.prompt = prompt
+        self.adapter = "+".join(use.name for use in adapters)
+        """The names of its LoRA adapters; empty without."""
         self.arrived = arrived
         """When the server received it, in monotonic seconds: before templates and tokenizing."""
         self.ended = 0.0
@@ -63,6 +69,10 @@ class GenerationRecord:
         """stop, length, abort or error, once it has ended."""
         self.output: RequestOutput | None = None
         """The last output that was read."""
+        self.images = images
+        """Images and videos of the prompt, and…"""
+        self.image_tokens = image_tokens
+        """…the tokens that stand for them."""
         self._listeners = listeners
 
     def on_output(self, output: RequestOutput) -> None:
@@ -122,6 +132,12 @@ class GenerationRecord:
         return 0 if self.metrics is None else self.metrics.num_accepted_tokens
 
     @property
+    def joules(self) -> float | None:
+        """Energy it took so far; None if it is not metered."""
+        metrics = self.metrics
+        return None if metrics is None or metrics.energy_source is None else metrics.joules
+
+    @property
     def first_token_seconds(self) -> float | None:
         """Seconds from arrival to the first token; None without one."""
         metrics = self.metrics
@@ -173,6 +189,11 @@ class HttpRecord:
         return sum(record.output_tokens for record in self.generations)
 
     @property
+    def images(self) -> int | None:
+        """Images and videos of the prompts; None: none."""
+        return sum(record.images for record in self.generations) or None
+
+    @property
     def draft_tokens(self) -> int | None:
         """Drafts that were verified; None: none."""
         return sum(record.draft_tokens for record in self.generations) or None
@@ -181,6 +202,12 @@ class HttpRecord:
     def accepted_tokens(self) -> int | None:
         """Those of them that were accepted; None: there were no drafts."""
         return self.draft_tokens and sum(record.accepted_tokens for record in self.generations)
+
+    @property
+    def joules(self) -> float | None:
+        """Energy of all its generations; None if it is not metered."""
+        known = [record.joules for record in self.generations if record.joules is not None]
+        return sum(known) if known else None
 
     @property
     def finish_reasons(self) -> list[str]:
@@ -259,11 +286,20 @@ class Observer:
             for listener in self.http_listeners:
                 listener.on_http(record)
 
-    def on_submit(self, request_id: str, params: Params, prompt: str | list[int] | None = None) -> GenerationRecord:
-        """Record a request to the engine. Its arrival is that of the current HTTP request, if there is one."""
+    def on_submit(
+        self,
+        request_id: str,
+        params: Params,
+        prompt: str | list[int] | None = None,
+        adapters: Sequence[AdapterUse] = (),
+        images: int = 0,
+        image_tokens: int = 0,
+    ) -> GenerationRecord:
+        """Record a request to the engine. Its arrival is that of the current HTTP request, if there is one. `images`:
+        of its prompt, and their tokens."""
         http = current_record.get()
         arrived = time.monotonic() if http is None else http.arrived
-        record = GenerationRecord(request_id, params, prompt, arrived, self._listeners)
+        record = GenerationRecord(request_id, params, prompt, arrived, self._listeners, adapters, images, image_tokens)
         if http is not None:
             http.generations.append(record)
         for listener in self._listeners:

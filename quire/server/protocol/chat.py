@@ -28,6 +28,7 @@ from quire.server.protocol.values import (
     Hint,
     Logprobs,
     OutputLimit,
+    ProcessorSettings,
     TemplateVariables,
     ToolChoice,
     schema,
@@ -69,6 +70,8 @@ class ChatRequest(GenerationFields, kw_only=True):
     continue_final_message: bool | None = None
     chat_template: str | None = None
     chat_template_kwargs: TemplateVariables | None = None
+    mm_processor_kwargs: ProcessorSettings = None
+    """Settings of the model's image processor; refused unless the server trusts them."""
     documents: list[dict[str, Any]] | None = None
     prediction: Prediction | None = None
     """With speculative decoding, an answer that is like it comes faster. It changes no token."""
@@ -154,11 +157,14 @@ class ChatRequest(GenerationFields, kw_only=True):
             raise bad_request(f"{name} must be an integer at least 1, got {limit}", name)
         if self.top_logprobs and not self.logprobs:
             raise bad_request("top_logprobs needs logprobs=true", "top_logprobs")
+        if self.logprob_token_ids and not self.logprobs:
+            raise bad_request("logprob_token_ids needs logprobs=true", "logprob_token_ids")
         if self.use_beam_search and self.top_logprobs:
             raise bad_request(
                 "beam search returns logprobs of the chosen tokens only: top_logprobs must be 0", "top_logprobs"
             )
         check_free_form("chat_template_kwargs", self.chat_template_kwargs)
+        check_free_form("mm_processor_kwargs", self.mm_processor_kwargs)
         check_conversation("documents", self.documents)
         calls = (call for message in self.messages for call in message.tool_calls or ())
         check_conversation("messages", *(call.function.arguments for call in calls if call.function is not None))
@@ -184,6 +190,11 @@ class ChatRequest(GenerationFields, kw_only=True):
             )
         if not all(names):
             raise bad_request("a tool has an empty name", "tools")
+
+    @property
+    def has_media(self) -> bool:
+        """Whether any message has images or videos."""
+        return any(message.has_media for message in self.messages)
 
     @property
     def answer_role(self) -> str:

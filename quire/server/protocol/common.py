@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
 import msgspec
@@ -34,10 +34,9 @@ HINTS: Mapping[str, str] = {
     "modalities": "answers are text",
     "web_search_options": "the server does not access the web; give a search tool in tools",
     "thinking_token_budget": "leave it out",
-    "mm_processor_kwargs": "the model reads text only",
-    "media_io_kwargs": "the model reads text only",
+    "mm_processor_kwargs": "they belong to chats with images",
+    "media_io_kwargs": "send a video as frames",
     "prompt_embeds": "send text or token ids",
-    "logprob_token_ids": "use logprobs, which returns the likeliest tokens",
     "repetition_detection": "use repetition_penalty or stop",
     "kv_transfer_params": "KV transfer between servers is not supported",
     "ec_transfer_params": "KV transfer between servers is not supported",
@@ -88,11 +87,40 @@ class Usage(msgspec.Struct, omit_defaults=True):
     completion_tokens: int
     prompt_tokens_details: PromptTokensDetails | msgspec.UnsetType = msgspec.UNSET
     completion_tokens_details: CompletionTokensDetails | msgspec.UnsetType = msgspec.UNSET
+    energy: UsedEnergy | msgspec.UnsetType = msgspec.UNSET
+
+
+class UsedEnergy(msgspec.Struct):
+    """Energy of a request (an extension, with `--report-energy`)."""
+
+    joules: float
+    joules_per_token: float
+    """Over the tokens that were generated; of requests that generate none, those of the prompt."""
+    estimated: bool
+    """Whether joules come from a model instead of a meter."""
+    source: str
+    """rapl, nvml, estimate, …"""
+
+
+def used_energy(metered: Iterable[RequestMetrics | None], tokens: int) -> UsedEnergy | UnsetType:
+    """The energy of requests together; UNSET if it was not metered."""
+    known = [metrics for metrics in metered if metrics is not None and metrics.energy_source is not None]
+    if not known:
+        return UNSET
+    joules = sum(metrics.joules for metrics in known)
+    return UsedEnergy(
+        joules=round(joules, 6),
+        joules_per_token=round(joules / max(1, tokens), 9),
+        estimated=any(metrics.energy_is_estimate for metrics in known),
+        source=known[-1].energy_source or "",
+    )
 
 
 class PromptTokensDetails(msgspec.Struct):
     cached_tokens: int
     """Prompt tokens found in the prefix cache."""
+    image_tokens: int | msgspec.UnsetType = msgspec.UNSET
+    """Prompt tokens that stand for images and videos; left out without any."""
 
 
 class CompletionTokensDetails(msgspec.Struct):

@@ -42,6 +42,10 @@ class CompletionRequest(GenerationFields, kw_only=True):
             raise bad_request("max_tokens is 0, which needs echo: without it the response would be empty", "max_tokens")
         if self.max_tokens is not None and self.max_tokens < 0:
             raise bad_request(f"max_tokens must be at least 0, got {self.max_tokens}", "max_tokens")
+        if self.logprob_token_ids and self.logprobs is None:
+            self.logprobs = len(self.logprob_token_ids)
+        if self.logprob_token_ids and self.echo:
+            raise bad_request("logprob_token_ids are of the output's positions: leave out echo", "logprob_token_ids")
         if self.logprobs is not None and self.logprobs < 0:
             raise bad_request(f"logprobs must be at least 0, got {self.logprobs}", "logprobs")
         if self.use_beam_search and self.logprobs:

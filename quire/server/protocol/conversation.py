@@ -7,6 +7,7 @@ from typing import Any, Literal, Union
 
 import msgspec
 
+from quire.api import chat_media
 from quire.server.errors import bad_request
 from quire.server.protocol.common import Body
 from quire.server.protocol.fields import FieldReader
@@ -15,6 +16,7 @@ from quire.server.protocol.values import Hint, Name, Part
 CUSTOM_INPUT = "input"
 """The parameter that a custom tool's text is."""
 PART_FIELDS = frozenset({"type", "text", "refusal", "cache_control", "annotations", "logprobs"})
+IMAGE_FIELDS = chat_media.FIELDS | {"type", "cache_control", "file_id"}
 """Fields of a content part that are read, or have no effect."""
 _TEMPLATE_FIELDS = ("role", "content", "name", "tool_call_id")
 
@@ -118,12 +120,19 @@ class ChatMessage(Body):
             return "\n".join(text for text in texts if isinstance(text, str))
         return self.content or ""
 
+    @property
+    def has_media(self) -> bool:
+        """Whether the content has images or videos."""
+        return isinstance(self.content, list) and any(chat_media.part_kind(part) for part in self.content)
+
     def check_parts(self, fields: FieldReader, where: str, template: Callable[[], str]) -> None:
         """Apply the rule for fields to the parts of the content: the template may read any of them."""
         if not isinstance(self.content, list):
             return
         for index, part in enumerate(self.content):
-            if not part.keys() <= PART_FIELDS:
+            if chat_media.part_kind(part) is not None:
+                fields.ignore_keys(part, IMAGE_FIELDS, f"{where}.content[{index}]")
+            elif not part.keys() <= PART_FIELDS:
                 read = frozenset(name for name in part if name in template())
                 fields.ignore_keys(part, PART_FIELDS | read, f"{where}.content[{index}]")
 

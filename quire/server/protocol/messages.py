@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, Union
 import msgspec
 
 from quire.server.errors import ApiError, bad_request
-from quire.server.protocol.common import HINTS, Body, check_conversation, check_free_form
+from quire.server.protocol.common import HINTS, Body, UsedEnergy, check_conversation, check_free_form
 from quire.server.protocol.sampling import structured_output_names, with_scalars
 from quire.server.protocol.values import (
     NOT_EMPTY,
@@ -17,6 +17,7 @@ from quire.server.protocol.values import (
     Name,
     OutputLimit,
     Priority,
+    ProcessorSettings,
     RequestId,
     Seconds,
     Seed,
@@ -27,6 +28,14 @@ from quire.server.protocol.values import (
 
 # Requests
 
+IMAGE_SOURCES = [
+    {
+        "properties": {"type": {"const": "base64"}, "media_type": {"type": "string"}, "data": {"type": "string"}},
+        "required": ["type", "media_type", "data"],
+    },
+    {"properties": {"type": {"const": "url"}, "url": {"type": "string"}}, "required": ["type", "url"]},
+]
+
 
 class AnthropicTextBlock(Body):
     """Text."""
@@ -35,6 +44,14 @@ class AnthropicTextBlock(Body):
     text: str
     cache_control: Hint = None
     citations: Hint = None
+
+
+class AnthropicImageBlock(Body):
+    """An image, in base64 or by its URL."""
+
+    type: Literal["image"]
+    source: Annotated[Any, schema(anyOf=IMAGE_SOURCES)] = None
+    cache_control: Hint = None
 
 
 class AnthropicToolUseBlock(Body):
@@ -68,6 +85,7 @@ class AnthropicThinkingBlock(Body):
 
 ANTHROPIC_BLOCKS: dict[str, type[Body]] = {
     "text": AnthropicTextBlock,
+    "image": AnthropicImageBlock,
     "tool_use": AnthropicToolUseBlock,
     "tool_result": AnthropicToolResultBlock,
     "thinking": AnthropicThinkingBlock,
@@ -139,6 +157,13 @@ class MessagesMetadata(Body):
     user_id: Hint = None
 
 
+def _has_images(content: Any) -> bool:
+    if not isinstance(content, list):
+        return False
+    blocks = (block for block in content if isinstance(block, dict))
+    return any(block.get("type") == "image" or _has_images(block.get("content")) for block in blocks)
+
+
 class CountTokensRequest(Body):
     """The body of /v1/messages/count_tokens."""
 
@@ -159,9 +184,15 @@ class CountTokensRequest(Body):
     output_config: AnthropicOutputConfig | None = None
     cache_control: Hint = None
     chat_template_kwargs: TemplateVariables | None = None
+    mm_processor_kwargs: ProcessorSettings = None
     context_management: Hint = None
     """Ignored, and said: the model reads the messages as they are sent."""
     mcp_servers: None = None
+
+    @property
+    def has_media(self) -> bool:
+        """Whether any message has images."""
+        return any(_has_images(message.content) for message in self.messages)
 
     @property
     def client_names(self) -> Mapping[str, str]:
@@ -181,6 +212,7 @@ class CountTokensRequest(Body):
         check_conversation("messages", *(message.content for message in self.messages))
         check_free_form("tools", *(tool.input_schema for tool in self.tools or ()))
         check_free_form("chat_template_kwargs", self.chat_template_kwargs)
+        check_free_form("mm_processor_kwargs", self.mm_processor_kwargs)
         choice = self.tool_choice
         if choice is not None and choice.type == "tool" and not choice.name:
             raise bad_request("tool_choice of type tool needs a name", "tool_choice.name")
@@ -254,6 +286,7 @@ class MessagesUsage(msgspec.Struct):
     output_tokens: int
     cache_read_input_tokens: int = 0
     cache_creation_input_tokens: int = 0
+    energy: UsedEnergy | msgspec.UnsetType = msgspec.UNSET
 
 
 class AnthropicMessage(msgspec.Struct, kw_only=True):

@@ -9,7 +9,7 @@ import msgspec
 
 from quire.server.errors import bad_request
 from quire.server.protocol.chat import TokenLogprob
-from quire.server.protocol.common import HINTS, Body, check_conversation, check_free_form
+from quire.server.protocol.common import HINTS, Body, UsedEnergy, check_conversation, check_free_form
 from quire.server.protocol.sampling import StructuredOutputs, structured_output_names, with_scalars
 from quire.server.protocol.values import (
     NOT_EMPTY,
@@ -23,6 +23,7 @@ from quire.server.protocol.values import (
     OutputLimit,
     Part,
     Priority,
+    ProcessorSettings,
     RequestId,
     Seconds,
     Seed,
@@ -268,6 +269,7 @@ class ResponsesRequest(Body):
     include_reasoning: bool | None = None
     """False: leave the reasoning out of the response."""
     chat_template_kwargs: TemplateVariables | None = None
+    mm_processor_kwargs: ProcessorSettings = None
     priority: Priority | None = None
     timeout: Seconds | None = None
     cache_salt: str | None = None
@@ -420,6 +422,7 @@ class ResponseUsage(msgspec.Struct):
     output_tokens: int
     output_tokens_details: ResponseOutputTokensDetails
     total_tokens: int
+    energy: UsedEnergy | msgspec.UnsetType = msgspec.UNSET
 
 
 class ResponseFailure(msgspec.Struct):

@@ -14,6 +14,7 @@ from quire.messages.sampling import SCALARS, RequestOutputKind, SamplingParams, 
 from quire.server.errors import bad_request
 from quire.server.protocol.common import HINTS, MAX_SHORT_TEXT, Body, check_free_form, check_scheduling
 from quire.server.protocol.values import (
+    AdapterWeights,
     AllowedTokens,
     Hint,
     LogitBias,
@@ -41,7 +42,7 @@ SCALAR_NAMES = tuple(scalar.name for scalar in SCALARS)
 _PLAIN = (
     *SCALAR_NAMES, "n", "seed", "stop", "stop_token_ids", "ignore_eos", "min_tokens", "prompt_logprobs",
     "skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output", "bad_words", "logit_bias",
-    "allowed_token_ids", "truncate_prompt_tokens",
+    "allowed_token_ids", "truncate_prompt_tokens", "logprob_token_ids",
 )  # fmt: skip
 """Fields that mean the same in a body and in `SamplingParams`."""
 
@@ -60,7 +61,15 @@ _NOT_IN_SEARCHES: Mapping[str, tuple[Any, ...]] = {
     "bad_words": ([],),
     "stream": (False,),
     **dict.fromkeys(
-        ("prompt_logprobs", "allowed_token_ids", "truncate_prompt_tokens", "structured_outputs", "vllm_xargs"), ()
+        (
+            "prompt_logprobs",
+            "allowed_token_ids",
+            "truncate_prompt_tokens",
+            "structured_outputs",
+            "vllm_xargs",
+            "logprob_token_ids",
+        ),
+        (),
     ),
 }
 """Fields that a beam search refuses, and their values without effect, which it accepts."""
@@ -144,6 +153,9 @@ class GenerationFields(Body):
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {"best_of": (1,)}
 
     model: ModelName | None = None
+    """A served name, or the name of a LoRA adapter."""
+    adapters: AdapterWeights | None = None
+    """LoRA adapters by name, each with its weight: what they change adds up."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
@@ -158,6 +170,7 @@ class GenerationFields(Body):
     allowed_token_ids: AllowedTokens | None = None
     bad_words: list[Name] | None = None
     prompt_logprobs: PromptLogprobs | None = None
+    logprob_token_ids: TokenIds | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     truncate_prompt_tokens: Truncation | None = None

@@ -9,10 +9,11 @@ import msgspec
 from quire.server.errors import bad_request
 from quire.server.protocol.common import Body, check_free_form
 from quire.server.protocol.conversation import ChatMessage, ChatTool
-from quire.server.protocol.values import NOT_EMPTY, ModelName, TemplateVariables, TokenIds
+from quire.server.protocol.values import NOT_EMPTY, ModelName, ProcessorSettings, TemplateVariables, TokenIds
 
 _MESSAGE_FIELDS = (
     "add_generation_prompt", "continue_final_message", "chat_template", "chat_template_kwargs", "tools",
+    "mm_processor_kwargs",
 )  # fmt: skip
 
 
@@ -28,6 +29,7 @@ class TokenizeRequest(Body):
     continue_final_message: bool | None = None
     chat_template: str | None = None
     chat_template_kwargs: TemplateVariables | None = None
+    mm_processor_kwargs: ProcessorSettings = None
     tools: list[ChatTool] | None = None
 
     def check_fields(self) -> None:

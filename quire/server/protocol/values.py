@@ -26,6 +26,7 @@ INT32 = 2**31
 NOT_EMPTY = schema(minItems=1)
 
 ModelName = Annotated[str, schema(enum="$names")]
+AdapterWeights = Annotated[dict[str, float], schema(propertyNames={"enum": "$adapters"}, maxProperties="$max_adapters")]
 Name = Annotated[str, schema(minLength=1)]
 Positive = Annotated[int, schema(minimum=1)]
 Priority = Annotated[int, schema(minimum=-INT32, maximum=INT32 - 1)]
@@ -70,15 +71,19 @@ Prompt = Union[
 
 # Chats
 
-Part = Annotated[
-    dict[str, Any],
-    schema(
-        anyOf=[
-            {"properties": {"type": {"enum": kinds}, field: {"type": "string"}}, "required": ["type", field]}
-            for kinds, field in ((["text", "input_text", "output_text"], "text"), (["refusal"], "refusal"))
-        ]
-    ),
+TEXT_PARTS = [
+    {"properties": {"type": {"enum": kinds}, field: {"type": "string"}}, "required": ["type", field]}
+    for kinds, field in ((["text", "input_text", "output_text"], "text"), (["refusal"], "refusal"))
 ]
+_URL = {"anyOf": [{"type": "string"}, {"properties": {"url": {"type": "string"}}, "required": ["url"]}]}
+IMAGE_PARTS = [
+    {"properties": {"type": {"enum": kinds}, field: _URL}, "required": ["type", field]}
+    for kinds, field in ((["image_url", "input_image"], "image_url"), (["video_url"], "video_url"))
+]
+"""Of models that take images."""
+Part = Annotated[dict[str, Any], schema(anyOf="$parts")]
 """A part of a message's content."""
 TemplateVariables = Annotated[dict[str, Any], schema(propertyNames={"pattern": "^[A-Za-z][A-Za-z0-9_]*$"})]
+ProcessorSettings = Annotated[Any, schema(anyOf="$processor_settings")]
+"""Settings of an image processor: an object, on a server that trusts them."""
 ToolChoice = Annotated[str, schema(enum=["none", "auto", "required"])]

@@ -19,6 +19,7 @@ from quire.server.errors import bad_request
 from quire.server.http import Exchange
 from quire.server.lifecycle.answer_watch import answer_or_reason, answering
 from quire.server.lifecycle.supervisor import Supervisor
+from quire.server.routes.engine import ADMIN_ROUTES
 from quire.server.routing import Route
 
 
@@ -209,4 +210,5 @@ ROUTES = [
     Route("POST", "/admin/reload", reload, answer=ReloadAnswer, errors=(503,), is_hubs=True),
     Route("GET", "/admin/memory", memory, answer=MemoryMap, errors=(503,), query={"replica": _REPLICA}, is_hubs=True),
     Route("GET", "/admin/stats", stats, answer=ServerStats, errors=(503,), is_hubs=True),
+    *ADMIN_ROUTES,
 ]

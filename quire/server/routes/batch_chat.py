@@ -12,7 +12,7 @@ from quire.server.errors import bad_request
 from quire.server.http import Exchange
 from quire.server.protocol.batch_chat import BatchChatRequest
 from quire.server.protocol.chat import ChatChoice, ChatResponse
-from quire.server.protocol.common import PromptTokensDetails, Usage
+from quire.server.protocol.common import PromptTokensDetails, Usage, UsedEnergy
 from quire.server.routes.chat import ChatAnswer
 from quire.server.routing import Route
 
@@ -21,7 +21,8 @@ async def create(context: ServerContext, exchange: Exchange) -> None:
     """Complete several chats; the choices are in their order."""
     request = await exchange.read_json(BatchChatRequest)
     async with exchange.interruptible(context.deadline(request.timeout)):
-        answers = await exchange.work(_prepare, context, exchange, request, is_long=True)
+        has_media = any(chat.has_media for chat in request.chats)
+        answers = await exchange.work(_prepare, context, exchange, request, is_long=True, has_media=has_media)
         tasks = [asyncio.ensure_future(_choice(answer)) for answer in answers]
         try:
             # Not `gather`: when cancelled, it would wait for all tasks before raising.
@@ -60,9 +61,20 @@ def _usage(generations: list[ChatGeneration]) -> Usage:
         total_tokens=sum(part.total_tokens for part in parts),
         completion_tokens=sum(part.completion_tokens for part in parts),
         prompt_tokens_details=PromptTokensDetails(
-            sum(each.cached_tokens for each in details if each is not msgspec.UNSET)
+            sum(each.cached_tokens for each in details if each is not msgspec.UNSET),
+            sum(generation.counter.image_tokens for generation in generations) or msgspec.UNSET,
         ),
+        energy=_energy(parts),
     )
+
+
+def _energy(parts: list[Usage]) -> UsedEnergy | msgspec.UnsetType:
+    known = [part.energy for part in parts if part.energy is not msgspec.UNSET]
+    if not known:
+        return msgspec.UNSET
+    joules, tokens = sum(each.joules for each in known), sum(part.completion_tokens for part in parts)
+    estimated = any(each.estimated for each in known)
+    return UsedEnergy(round(joules, 6), round(joules / max(1, tokens), 9), estimated, known[-1].source)
 
 
 ROUTES = [

@@ -38,7 +38,9 @@ async def create(context: ServerContext, exchange: Exchange) -> None:
     """Create a chat completion, streamed or not."""
     request = await exchange.read_json(ChatRequest)
     async with exchange.interruptible(context.deadline(request.timeout)):
-        generation = await exchange.work(prepare, context, exchange, request, is_long=is_long(request))
+        generation = await exchange.work(
+            prepare, context, exchange, request, is_long=is_long(request), has_media=request.has_media
+        )
         answer = ChatAnswer(context, exchange, request, generation)
         await (answer.stream() if request.stream else answer.send())
 
@@ -56,7 +58,7 @@ class ChatAnswer:
         self._id = f"chatcmpl-{exchange.id}"
         self._created = int(time.time())
         self._model = request.model or context.names[0]
-        self._top = request.top_logprobs or 0
+        self._top = -1 if request.logprob_token_ids else request.top_logprobs or 0
         self._as_ids = bool(request.return_tokens_as_token_ids)
         self._wants_ids = bool(request.return_token_ids)
         self._wants_timings = bool(request.return_metrics) or context.config.enable_per_request_metrics
@@ -213,7 +215,9 @@ class ChatAnswer:
     @property
     def _details_each(self) -> int | None:
         """Logprobs beside each token's own; None: there are none."""
-        return self._top if self._request.logprobs else None
+        if not self._request.logprobs:
+            return None
+        return len(self._request.logprob_token_ids or ()) or self._top
 
     def _events(self, piece: AnswerPiece, usage: Usage | None) -> list[bytes]:
         """A piece as encoded events."""

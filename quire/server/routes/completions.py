@@ -40,7 +40,7 @@ async def create(context: ServerContext, exchange: Exchange) -> None:
 def prepare(context: ServerContext, exchange: Exchange, request: CompletionRequest) -> list[GenerationJob]:
     """A job for each prompt."""
     context.check_serving()
-    context.check_model(request.model)
+    context.check_model(exchange, request.model, request.adapters)
     request.check_fields()
     exchange.set_request_id(request.request_id)
     prompts = request.prompts
@@ -138,6 +138,7 @@ class CompletionAnswer:
         self._n = jobs[0].params.n
         self._only_echo = request.max_tokens == 0
         self._as_ids = bool(request.return_tokens_as_token_ids)
+        self._top = -1 if request.logprob_token_ids else request.logprobs or 0
         self._wants_timings = bool(request.return_metrics) or context.config.enable_per_request_metrics
         self._counter = UsageCounter()
         self._progress = [_Progress() for _ in range(len(jobs) * self._n)]
@@ -272,7 +273,7 @@ class CompletionAnswer:
         if not self._only_echo:
             tokens += sequence.token_ids
             positions += sequence.logprobs or []
-        columns = completion_logprobs(tokens, positions, self._request.logprobs or 0, self._as_ids, progress.offset)
+        columns = completion_logprobs(tokens, positions, self._top, self._as_ids, progress.offset)
         if self._request.echo and is_first and columns.tokens and not self._as_ids:
             self._name_first(columns, tokens[0])
         if columns.tokens:

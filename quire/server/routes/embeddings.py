@@ -17,11 +17,11 @@ from quire.messages.outputs import CompletionOutput, PoolingRequestOutput, Reque
 from quire.messages.pooling import PoolingParams
 from quire.server.chat_generation import render
 from quire.server.context import ServerContext
-from quire.server.errors import engine_failure
+from quire.server.errors import bad_request, engine_failure
 from quire.server.generation import START_AT_ONCE
 from quire.server.http import Exchange
 from quire.server.limits import QueueTicket
-from quire.server.protocol.common import PromptTokensDetails, Usage, has_many_prompts
+from quire.server.protocol.common import PromptTokensDetails, Usage, has_many_prompts, used_energy
 from quire.server.protocol.embeddings import Embedding, EmbeddingRequest, EmbeddingResponse
 from quire.server.routing import Route
 
@@ -31,7 +31,7 @@ async def create(context: ServerContext, exchange: Exchange) -> None:
     body = await exchange.read_json(EmbeddingRequest)
     async with exchange.interruptible(context.deadline(body.timeout)):
         context.check_serving()
-        context.check_model(body.model)
+        context.check_model(exchange, body.model)
         exchange.set_request_id(body.request_id)
         is_long = body.input is None or has_many_prompts(body.input)
         prompts = await exchange.work(tokenized, context, body, is_long=is_long)
@@ -50,6 +50,8 @@ def tokenized(context: ServerContext, body: EmbeddingRequest) -> list[list[int]]
     """Each input as token ids."""
     body.check_fields()
     if body.messages is not None:
+        if body.as_chat().has_media:
+            raise bad_request("images are not embedded: send text", "messages")
         return [_truncated(context, body, render(context, body.as_chat())[1])]
     adds, keep = body.add_special_tokens is not False, body.truncate_prompt_tokens
     prompts: list[list[int]] = []
@@ -112,7 +114,9 @@ async def _vector(
     """The vector of one input, recorded in metrics and logs."""
     llm, record = context.llm, context.observer.on_submit(exchange.id, params, prompt["prompt_token_ids"])
     try:
-        stream = await llm.submit(prompt, params, exchange.id, priority, exchange.tenant, shares_id=True)
+        stream = await llm.submit(
+            prompt, params, exchange.id, priority, exchange.tenant, shares_id=True, adapters=exchange.adapters
+        )
         try:
             output: PoolingRequestOutput = await stream.take()
         finally:
@@ -165,6 +169,7 @@ def usage_of(outputs: Sequence[PoolingRequestOutput]) -> Usage:
         total_tokens=read,
         completion_tokens=0,
         prompt_tokens_details=PromptTokensDetails(cached),
+        energy=used_energy((output.metrics for output in outputs), read),
     )
 
 

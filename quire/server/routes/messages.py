@@ -29,7 +29,9 @@ async def create(context: ServerContext, exchange: Exchange) -> None:
     """Create a message, streamed or not."""
     request = await exchange.read_json(MessagesRequest)
     async with exchange.interruptible(context.deadline(request.timeout)):
-        generation = await exchange.work(_prepare, context, exchange, request, is_long=request.tools is not None)
+        generation = await exchange.work(
+            _prepare, context, exchange, request, is_long=request.tools is not None, has_media=request.has_media
+        )
         writer = MessageWriter(f"msg_{exchange.id}", request.model or context.names[0])
         await (_stream(exchange, generation, writer) if request.stream else _send(exchange, generation, writer))
 
@@ -75,8 +77,10 @@ def _encoded(events: list[AnthropicEvent]) -> bytes:
 async def count_tokens(context: ServerContext, exchange: Exchange) -> None:
     """Count the tokens of a conversation."""
     request = await exchange.read_json(CountTokensRequest)
-    context.check_model(request.model)
-    count = await exchange.work(_count, context, exchange, request, is_long=request.tools is not None)
+    context.check_model(exchange, request.model)
+    count = await exchange.work(
+        _count, context, exchange, request, is_long=request.tools is not None, has_media=request.has_media
+    )
     await exchange.reply(TokenCount(count))
 
 

@@ -19,6 +19,9 @@ class ModelCard(msgspec.Struct):
     object: str = "model"
     owned_by: str = "quire"
     parent: str | None = None
+    """Of an adapter: the model that it is for."""
+    modalities: tuple[str, ...] = ("text",)
+    """What the model reads: text, images, videos."""
 
 
 class ModelList(msgspec.Struct):
@@ -27,21 +30,29 @@ class ModelList(msgspec.Struct):
 
 
 async def list_models(context: ServerContext, exchange: Exchange) -> None:
-    """List the names under which the model is served."""
-    await exchange.reply(ModelList([_card(context, name) for name in context.names]))
+    """List the names under which the model is served, and its adapters."""
+    names = [*context.names, *(entry.name for entry in context.adapters)]
+    await exchange.reply(ModelList([_card(context, name) for name in names]))
 
 
 async def retrieve(context: ServerContext, exchange: Exchange) -> None:
     """Retrieve a served model."""
     name = exchange.path_params["model"]
-    context.check_model(name)
+    context.check_model(exchange, name)
     await exchange.reply(_card(context, name))
 
 
 def _card(context: ServerContext, name: str) -> ModelCard:
-    return ModelCard(
-        id=name, created=context.created, max_model_len=context.max_model_len, root=context.llm.config.model
+    card = ModelCard(
+        id=name,
+        created=context.created,
+        max_model_len=context.max_model_len,
+        root=context.llm.config.model,
+        modalities=context.llm.inputs.media.modalities,
     )
+    if (entry := context.adapters.get(name)) is not None:
+        card.parent, card.root = entry.base_model_name or context.names[0], name
+    return card
 
 
 ROUTES = [

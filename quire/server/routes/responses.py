@@ -6,6 +6,7 @@ import asyncio
 from contextlib import aclosing
 from typing import Any
 
+from quire.api.chat_media import has_media as has_images
 from quire.server.context import ServerContext
 from quire.server.dialects.response_items import PAGE_QUERY, page
 from quire.server.errors import ApiError, bad_request
@@ -26,7 +27,10 @@ async def create(context: ServerContext, exchange: Exchange) -> None:
         is_handed_over = False
         try:
             is_long = request.tools is not None or turn.context.bytes > SMALL_BODY or turn.has_references
-            made = await exchange.work(prepare_response, context, exchange, request, turn, is_long=is_long)
+            has_media = has_images(request.input) or has_images(turn.context.items)
+            made = await exchange.work(
+                prepare_response, context, exchange, request, turn, is_long=is_long, has_media=has_media
+            )
             answer = ResponseAnswer(context, request, *made, turn)
             if request.background:
                 context.stored.background.check_room(turn.owner)

@@ -82,7 +82,7 @@ async def rerank(context: ServerContext, exchange: Exchange) -> None:
 async def classify(context: ServerContext, exchange: Exchange) -> None:
     """Refused: classes need a model that was trained for them."""
     request = await exchange.read_json(ClassifyRequest)
-    context.check_model(request.model)
+    context.check_model(exchange, request.model)
     raise not_found(f"{context.names[0]} does not classify: it has no head for classes; /v1/embeddings has its vectors")
 
 
@@ -105,7 +105,7 @@ async def _outputs(
     context: ServerContext, exchange: Exchange, body: EmbeddingRequest, model: str | None, request_id: str | None
 ) -> list[PoolingRequestOutput]:
     context.check_serving()
-    context.check_model(model)
+    context.check_model(exchange, model)
     exchange.set_request_id(request_id)
     prompts = await exchange.work(tokenized, context, body, is_long=True)
     return await vectors(context, exchange, body, prompts)

@@ -42,8 +42,11 @@ from quire.server.routes.completions import CompletionAnswer
 from quire.server.routes.completions import prepare as prepare_completion
 from quire.server.routing import Route
 from quire.sessions.keeper import KEEP, SessionInfo
+from quire.vision.processor import Prepared
 
 DEFAULT_PAGE = 100
+ADAPTER = "adapter"
+"""Key of the metadata of a session that was made for an adapter: its name, for turns that name no model."""
 FILE = "application/octet-stream"
 PIECE_BYTES = 1 << 18
 LONG_SESSION = 4096
@@ -72,11 +75,14 @@ def _path_session(sessions: AsyncSessions, exchange: Exchange) -> AsyncSession:
 async def create(context: ServerContext, exchange: Exchange) -> None:
     """Create a session, empty or with text, token ids or messages."""
     request = await exchange.read_json(SessionCreateRequest)
-    context.check_model(request.model)
+    context.check_model(exchange, request.model)
     wanted = request.requested_name
     name = f"session-{secrets.token_hex(8)}" if wanted is None else wanted
     async with open_sessions(context, exchange) as sessions:
-        arguments: dict[str, Any] = {"ttl": request.ttl, "meta": request.metadata, "is_new": wanted is None}
+        meta = request.metadata
+        if exchange.adapters:
+            meta = {**(meta or {}), ADAPTER: exchange.adapters[0].name}
+        arguments: dict[str, Any] = {"ttl": request.ttl, "meta": meta, "is_new": wanted is None}
         given, rendering = await exchange.work(_read_input, context, request, is_long=request.tools is not None)
         arguments |= {"messages": given, **rendering} if is_messages(given) else {"prompt": given}
         session = await sessions.create(name, **arguments)
@@ -140,6 +146,8 @@ async def generate(context: ServerContext, exchange: Exchange) -> None:
         if request.session_id is not None and request.session_id != session.name:
             raise bad_request("session_id differs from the session in the path", "session_id")
         request.session_id = session.name
+        if request.model is None and not request.adapters and context.llm.config.enable_lora:
+            request.model = (await session.info()).meta.get(ADAPTER)
         answer = (
             await _chat(context, exchange, request, session)
             if request.is_chat
@@ -171,7 +179,7 @@ async def _completion(
     prompt = await _prompt(context, exchange, session, given, {})
     completion.prompt = list(prompt.tokens)
     jobs = await exchange.work(prepare_completion, context, exchange, completion)
-    jobs[0].turn, jobs[0].text = prompt.turn, prompt.text
+    jobs[0].turn, jobs[0].text, jobs[0].media = prompt.turn, prompt.text, prompt.media
     return CompletionAnswer(context, exchange, completion, jobs)
 
 
@@ -184,7 +192,8 @@ async def _prompt(
     text = ""
     if context.tokenizer is not None:
         text = await exchange.work(context.texts.decode, tokens, is_long=len(tokens) > LONG_SESSION)
-    return SessionPrompt(text, tokens, turn)
+    sees = context.llm.inputs.media.processor is not None
+    return SessionPrompt(text, tokens, turn, Prepared(tokens, list(turn.items)) if sees else None)
 
 
 async def suspend(context: ServerContext, exchange: Exchange) -> None:

@@ -16,9 +16,10 @@ from quire.server.routing import Route
 async def tokenize(context: ServerContext, exchange: Exchange) -> None:
     """Tokenize text or a conversation that fits the model."""
     request = await exchange.read_json(TokenizeRequest)
-    context.check_model(request.model)
+    context.check_model(exchange, request.model)
     is_long = request.tools is not None or request.chat_template is not None
-    await exchange.reply(await exchange.work(_tokenized, context, request, is_long=is_long))
+    has_media = any(message.has_media for message in request.messages or ())
+    await exchange.reply(await exchange.work(_tokenized, context, request, is_long=is_long, has_media=has_media))
 
 
 def _tokenized(context: ServerContext, request: TokenizeRequest) -> TokenizeResponse:
@@ -43,13 +44,14 @@ def _as_chat(request: TokenizeRequest) -> ChatRequest:
         continue_final_message=request.continue_final_message,
         chat_template=request.chat_template,
         chat_template_kwargs=request.chat_template_kwargs,
+        mm_processor_kwargs=request.mm_processor_kwargs,
     )
 
 
 async def detokenize(context: ServerContext, exchange: Exchange) -> None:
     """Convert token ids, as many as the model reads, to text, including special tokens."""
     request = await exchange.read_json(DetokenizeRequest)
-    context.check_model(request.model)
+    context.check_model(exchange, request.model)
     await exchange.reply(DetokenizeResponse(await exchange.work(_text, context, request.tokens)))
 
 

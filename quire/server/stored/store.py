@@ -57,6 +57,8 @@ class StoredContext:
     bytes: int = 0
     """About as many as the items have."""
     conversation: str | None = None
+    model: str = ""
+    """The model of the response."""
 
     @property
     def items(self) -> list[Item]:
@@ -165,7 +167,8 @@ class ResponseStore:
     def response_context(self, owner: str, name: str) -> StoredContext:
         """What a follow-up of the response goes on from."""
         node, body = self._response_node(owner, name, "previous_response_id")
-        status = msgspec.json.decode(body).get("status")
+        found = msgspec.json.decode(body)
+        status = found.get("status")
         if status not in FINISHED:
             raise bad_request(
                 f"the response {name!r} is {status}: only a completed or incomplete one can be followed up",
@@ -173,7 +176,8 @@ class ResponseStore:
             )
         self._tree.touch("nodes", node)
         bodies = [item.body for item in self._tree.context(node)]
-        return StoredContext(bodies, node, *self._tree.latest_session(node), self._tree.path_bytes(node))
+        model = found.get("model") or ""
+        return StoredContext(bodies, node, *self._tree.latest_session(node), self._tree.path_bytes(node), model=model)
 
     def input_items(self, owner: str, name: str) -> list[StoredItem]:
         """All items that the response was generated from, oldest first."""
@@ -318,7 +322,8 @@ class ResponseStore:
         key, head, _, _ = self._conversation(owner, name, "conversation")
         self._tree.touch("conversations", key)
         bodies = [item.body for item in self._visible(key, head)]
-        return StoredContext(bodies, head, *self._tree.latest_session(head), self._tree.path_bytes(head), name)
+        model = self._tree.model(head)
+        return StoredContext(bodies, head, *self._tree.latest_session(head), self._tree.path_bytes(head), name, model)
 
     def conversation_items(self, owner: str, name: str) -> list[StoredItem]:
         """Its items, oldest first."""

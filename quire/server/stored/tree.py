@@ -184,6 +184,11 @@ class ItemTree:
         ).fetchone()
         return ("", "") if found is None else found
 
+    def model(self, node: int | None) -> str:
+        """The model of the nearest response up the tree; empty if there is none."""
+        rows = self.db.execute(_PATH + "SELECT body FROM path JOIN nodes USING (key) ORDER BY depth", (node,))
+        return next((model for (body,) in rows if body and (model := msgspec.json.decode(body).get("model"))), "")
+
     def path_bytes(self, node: int | None) -> int:
         """Bytes of all nodes from the root to a node."""
         row = self.db.execute(_PATH + "SELECT sum(bytes) FROM path JOIN nodes USING (key)", (node,)).fetchone()

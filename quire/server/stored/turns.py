@@ -101,6 +101,9 @@ async def begin(context: ServerContext, exchange: Exchange, request: ResponsesRe
         turn.context = await stored.call(stored.store.response_context, owner, request.previous_response_id)
     elif (name := request.conversation_id) is not None:
         turn.context = await _locked_context(context, owner, name)
+    model = turn.context.model
+    if request.model is None and context.llm.config.enable_lora and model not in context.names:
+        request.model = model or None  # it goes on with its adapter
     try:
         if not isinstance(request.input, str) and (named := references(request.input)):
             request.input = resolved(request.input, await stored.call(stored.store.items, owner, named))
@@ -132,7 +135,9 @@ async def _find_branch(
 ) -> None:
     """The tokens of the turn that this one goes on from, and a session for its own."""
     previous = turn.context
-    turn.salt = f"{tokens_fingerprint(context.llm.info.model).hex()[:16]}:{request.cache_salt or ''}"
+    entry = context.adapters.get(request.model or "")
+    adapter = "" if entry is None else f"{entry.digest.hex()[:16]}:"
+    turn.salt = f"{tokens_fingerprint(context.llm.info.model).hex()[:16]}:{adapter}{request.cache_salt or ''}"
     source = previous.session if previous.salt == turn.salt else ""
     before = await _tokens_of(context, exchange, source) if source else []
     branch = None

@@ -39,6 +39,10 @@ class ExportedSession(msgspec.Struct):
 def exported_bytes(store: SessionStore, name: str) -> bytes:
     """The bytes of an export file of this session."""
     session, tokens = store.get(name), store.tokens(name)
+    if session.spans:  # a file must not be able to name what other requests have cached
+        raise ValidationError(
+            f"session {name_of(session.name)!r} has images, and files hold tokens alone: it cannot be exported", "name"
+        )
     body = msgspec.msgpack.encode(
         ExportedSession(name_of(session.name), session.created, session.fingerprint, session.meta, tokens.tobytes())
     )

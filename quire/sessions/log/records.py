@@ -19,6 +19,7 @@ from quire.sessions.log.chunks import TokenChunk
 from quire.sessions.log.cleaning import Cleaner
 from quire.sessions.log.format import TIME, Frame, FrameKind, digest_of
 from quire.sessions.log.log import FrameAddress, SessionLog
+from quire.sessions.log.spans import StoredSpan, spans_before
 from quire.sessions.log.state import (
     CHUNK_BYTES,
     CHUNK_TOKENS,
@@ -67,9 +68,12 @@ class SessionRecords:
         self._cleaner.clean()
         return entry
 
-    def append(self, entry: SessionEntry, used: float, data: bytes) -> None:
-        """Append tokens to a session, used at this time."""
+    def append(self, entry: SessionEntry, used: float, data: bytes, spans: Sequence[StoredSpan] = ()) -> None:
+        """Append tokens to a session, used at this time, and the spans among them."""
         state = msgspec.structs.replace(entry.state, used=used)
+        if spans:
+            self.rewrite(entry, msgspec.structs.replace(state, spans=(*state.spans, *spans)), data)
+            return
         if len(state.tail) + len(data) >= CHUNK_BYTES or len(entry.frames) >= MAX_FRAMES:
             self.rewrite(entry, state, data)
             return
@@ -146,7 +150,8 @@ class SessionRecords:
                 tail = self._read_chunk(chain[full])[: 4 * rest] if rest else b""
             tip, chunked = (chain[full - 1] if full else 0), CHUNK_TOKENS * full
         kv_tokens = min(at, state.kv_tokens)
-        return msgspec.structs.replace(state, tip=tip, chunked=chunked, tail=tail, kv_tokens=kv_tokens)
+        spans = spans_before(state.spans, at)
+        return msgspec.structs.replace(state, tip=tip, chunked=chunked, tail=tail, kv_tokens=kv_tokens, spans=spans)
 
     def _read_chunk(self, number: int) -> bytes:
         chunk = self._catalog.chunks[number]
@@ -172,6 +177,7 @@ class SessionRecords:
         reason = "some of its tokens were damaged on disk"
         logger.error("session %r is lost: %s", entry.state.name, reason)
         lost = msgspec.structs.replace(
-            entry.state, lost=reason, tip=chunk.parent, chunked=CHUNK_TOKENS * depth, tail=b"", kv_tokens=0
-        )
+            entry.state, lost=reason, tip=chunk.parent, chunked=CHUNK_TOKENS * depth, tail=b"", kv_tokens=0,
+            spans=tuple(span for span in entry.state.spans if span.stop <= CHUNK_TOKENS * depth),
+        )  # fmt: skip
         self.rewrite(entry, lost)

@@ -10,7 +10,9 @@ import numpy as np
 from blake3 import blake3
 
 from quire.errors import SessionExistsError, SessionLostError, ValidationError
+from quire.messages.media import KeySpan
 from quire.sessions.log.format import frame_bytes
+from quire.sessions.log.spans import StoredSpan
 
 CHUNK_TOKENS = 256
 CHUNK_BYTES = 4 * CHUNK_TOKENS
@@ -93,6 +95,8 @@ class SessionState(msgspec.Struct, array_like=True, frozen=True):
     kv_fingerprint: bytes = b""
     meta: dict[str, str] = {}
     lost: str = ""
+    spans: tuple[StoredSpan, ...] = ()
+    """What it has in place of token ids."""
 
 
 class Session(msgspec.Struct, frozen=True, kw_only=True):
@@ -119,6 +123,13 @@ class Session(msgspec.Struct, frozen=True, kw_only=True):
     meta: dict[str, str]
     lost: str | None
     """Why its tokens are lost, if they are."""
+    spans: tuple[StoredSpan, ...] = ()
+    """What it has in place of token ids."""
+
+    @property
+    def key_spans(self) -> list[KeySpan]:
+        """The same, for content keys."""
+        return [span.key for span in self.spans]
 
 
 class SessionUse(msgspec.Struct):
@@ -153,7 +164,7 @@ def view(number: int, state: SessionState) -> Session:
         id=number, name=state.name, created=state.created, used=state.used, expires=expiry(state),
         num_tokens=num_tokens(state), fingerprint=state.fingerprint, salt=state.salt, parent=state.parent or None,
         forked_at=state.forked_at, kv_tokens=state.kv_tokens, kv_fingerprint=state.kv_fingerprint,
-        meta=dict(state.meta), lost=state.lost or None,
+        meta=dict(state.meta), lost=state.lost or None, spans=state.spans,
     )  # fmt: skip
 
 

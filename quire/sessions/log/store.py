@@ -22,6 +22,7 @@ from quire.sessions.log.cleaning import Cleaner
 from quire.sessions.log.log import SessionLog
 from quire.sessions.log.records import SessionRecords
 from quire.sessions.log.recovery import Recovery
+from quire.sessions.log.spans import StoredSpan
 from quire.sessions.log.state import (
     Page,
     Session,
@@ -195,12 +196,15 @@ class SessionStore:
         salt: str = "",
         ttl: float | None = None,
         meta: Mapping[str, str] | None = None,
+        spans: Sequence[StoredSpan] = (),
         durable: bool = True,
     ) -> Session:
-        """Create a session. `ttl`: seconds without use after which `sweep` deletes it."""
+        """Create a session. `ttl`: seconds without use after which `sweep` deletes it. `spans`: what it has in place of
+        token ids."""
         now = self._clock()
         state = SessionState(
-            check_key(name), now, now, checked_ttl(ttl), fingerprint, salt, meta=checked_meta(meta or {})
+            check_key(name), now, now, checked_ttl(ttl), fingerprint, salt, meta=checked_meta(meta or {}),
+            spans=tuple(spans),
         )  # fmt: skip
         data = pack_tokens(tokens)
         with self._lock:
@@ -210,12 +214,19 @@ class SessionStore:
         return self._committed(entry, durable)
 
     @_retried_after_cleaning
-    def append(self, name: str, tokens: Sequence[int] | np.ndarray, *, durable: bool = True) -> Session:
-        """Append tokens to the session."""
+    def append(
+        self,
+        name: str,
+        tokens: Sequence[int] | np.ndarray,
+        *,
+        spans: Sequence[StoredSpan] = (),
+        durable: bool = True,
+    ) -> Session:
+        """Append tokens to the session, and what they have in place of ids."""
         data = pack_tokens(tokens)
         with self._lock:
             entry = self._intact(name)
-            self._records.append(entry, self._clock(), data)
+            self._records.append(entry, self._clock(), data, spans)
         return self._committed(entry, durable)
 
     @_retried_after_cleaning

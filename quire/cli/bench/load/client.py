@@ -30,6 +30,8 @@ class RequestResult:
     output_tokens: int = 0
     is_counted_by_server: bool = False
     """Whether token counts are the server's; otherwise every event with text counts as one token."""
+    energy: StreamedEnergy | None = None
+    """If the server meters it."""
     finish_reason: str | None = None
     failure: str | None = None
     """Category of the failure, such as `HTTP 429`."""
@@ -131,6 +133,7 @@ class StreamHandler:
             self.result.prompt_tokens = usage.prompt_tokens or 0
             if usage.prompt_tokens_details is not None:
                 self.result.cached_tokens = usage.prompt_tokens_details.cached_tokens or 0
+            self.result.energy = usage.energy
 
     def _take_choice(self, has_tokens: bool, finish_reason: str | None, at: float) -> None:
         result = self.result
@@ -178,6 +181,7 @@ class WholeBodyHandler:
             result.prompt_tokens, result.is_counted_by_server = usage.prompt_tokens or 0, True
             if usage.prompt_tokens_details is not None:
                 result.cached_tokens = usage.prompt_tokens_details.cached_tokens or 0
+            result.energy = usage.energy
 
 
 class Client:
@@ -286,12 +290,21 @@ class StreamedPromptDetails(msgspec.Struct):
     cached_tokens: int | None = None
 
 
+class StreamedEnergy(msgspec.Struct):
+    """Energy of a request, of a server that meters it."""
+
+    joules: float = 0.0
+    estimated: bool = False
+    source: str = ""
+
+
 class StreamedUsage(msgspec.Struct):
     """Token counts of the server."""
 
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     prompt_tokens_details: StreamedPromptDetails | None = None
+    energy: StreamedEnergy | None = None
 
 
 class StreamChunk(msgspec.Struct):

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from quire.cli.bench.images import with_files
 from quire.errors import ValidationError
 from quire.simulation.load import TRACE_BLOCK, json_lines
 
@@ -97,7 +98,8 @@ def prefix_repetition(options: DatasetOptions) -> list[BenchRequest]:
 
 
 def prompts_file(options: DatasetOptions) -> list[BenchRequest]:
-    """A JSONL file: each line has `prompt` (text) or `messages` (a conversation), and optionally `output_tokens`."""
+    """A JSONL file: each line has `prompt` (text) or `messages` (a conversation), and optionally `output_tokens`, and
+    beside a prompt `images` (files, relative to this one)."""
     requests = []
     for where, line in json_lines(str(_path(options))):
         prompt = line.get("messages", line.get("prompt"))
@@ -109,6 +111,8 @@ def prompts_file(options: DatasetOptions) -> list[BenchRequest]:
             if options.output_len is not None or said is None
             else _positive_integer(said, where, "output_tokens")
         )
+        if (files := line.get("images")) is not None:
+            prompt = with_files(prompt, files, Path(str(options.path)).parent, where)
         requests.append(BenchRequest(prompt, output, estimate_tokens(_text(prompt))))
     return _take_count(requests, options)
 
@@ -191,7 +195,14 @@ def _draw_length(length: int, spread: float, rng: random.Random) -> int:
 
 
 def _text(prompt: str | list[Message]) -> str:
-    return prompt if isinstance(prompt, str) else " ".join(str(message.get("content", "")) for message in prompt)
+    if isinstance(prompt, str):
+        return prompt
+    texts: list[str] = []
+    for message in prompt:
+        content = message.get("content", "")
+        parts = content if isinstance(content, list) else [{"text": content}]
+        texts += [str(part["text"]) for part in parts if isinstance(part, dict) and "text" in part]
+    return " ".join(texts)
 
 
 def _take_count(requests: list[BenchRequest], options: DatasetOptions) -> list[BenchRequest]:

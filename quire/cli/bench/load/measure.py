@@ -67,6 +67,9 @@ class RunMeasurements:
         self.input_tokens = sum(result.prompt_tokens for result in self.done)
         self.cached_tokens = sum(result.cached_tokens for result in self.done)
         self.output_tokens = sum(result.output_tokens for result in self.done)
+        self.metered = [result.energy for result in self.done if result.energy is not None]
+        """Energy of each request, of a server that meters it."""
+        self.joules = sum(energy.joules for energy in self.metered)
         self.distributions = {
             "ttft": Distribution.of(result.ttft for result in self.done),
             "tpot": Distribution.of(result.tpot for result in self.done if result.output_tokens > 1),

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from html import escape
+from typing import Any, Protocol
 
-from quire.cli.bench.load.measure import Distribution, RunMeasurements
+from quire.cli.bench.load.measure import Distribution
 
 WIDTH, HEIGHT = 960, 660
 PANEL_WIDTH, PANEL_HEIGHT = 400, 220
@@ -27,7 +28,22 @@ STYLE = """
 """
 
 
-def plot(measured: RunMeasurements, title: str, subtitle: str) -> str:
+class PlottedRun(Protocol):
+    """What is drawn of a run: of `RunMeasurements`, or of a simulation."""
+
+    goals: dict[str, float]
+    distributions: dict[str, Distribution]
+
+    @property
+    def run(self) -> Any: ...
+    @property
+    def most_open(self) -> int: ...
+    def tokens_over_time(self, width: float = 1.0) -> list[float]: ...
+    def failures_over_time(self, width: float = 1.0) -> list[float]: ...
+    def open_requests(self) -> list[tuple[float, int]]: ...
+
+
+def plot(measured: PlottedRun, title: str, subtitle: str) -> str:
     """The SVG: three latency distributions and a timeline."""
     values, goals = measured.distributions, measured.goals
     panels = [
@@ -91,7 +107,7 @@ def _distribution(x: float, y: float, title: str, spread: Distribution, goal: fl
     return "\n".join(parts)
 
 
-def _timeline(x: float, y: float, measured: RunMeasurements) -> str:
+def _timeline(x: float, y: float, measured: PlottedRun) -> str:
     """Tokens per second and open requests, each on its own scale, with marks for failed requests."""
     seconds = max(measured.run.duration, 1e-3)
     width = seconds / TIMELINE_BINS

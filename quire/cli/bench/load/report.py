@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from quire.cli.bench.common import energy_text
 from quire.cli.bench.load.measure import METRICS, RunMeasurements
 from quire.cli.terminal import table
 from quire.errors import ValidationError
@@ -40,6 +41,13 @@ def result_metrics(
         "client_late_p99_ms": measured.send_delays.at(99),
         "client_cpu_share": measured.cpu_share,
     }
+    if measured.metered:
+        found |= {
+            "total_joules": measured.joules,
+            "joules_per_output_token": measured.joules / max(1, measured.output_tokens),
+            "energy_estimated": any(each.estimated for each in measured.metered),
+            "energy_source": measured.metered[-1].source,
+        }
     for name in metrics:
         spread = measured.distributions[name]
         found |= {f"mean_{name}_ms": spread.mean, f"median_{name}_ms": spread.median, f"std_{name}_ms": spread.std}
@@ -90,6 +98,10 @@ def _totals(measured: RunMeasurements) -> list[tuple[str, str]]:
         ("generator", f"{100 * measured.cpu_share:.0f}% of a core; requests sent {measured.send_delays.at(99):.1f} ms "
                       "late (p99)"),
     ]  # fmt: skip
+    if measured.metered:
+        is_estimate = any(each.estimated for each in measured.metered)
+        tokens = max(1, measured.output_tokens)
+        rows.append(("energy", energy_text(measured.joules, tokens, measured.metered[-1].source, is_estimate)))
     if measured.goals:
         limits = ", ".join(f"{name} ≤ {limit:g} ms" for name, limit in measured.goals.items())
         share = 100 * measured.good / len(run.results) if run.results else 0.0
