@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEV_STAMP := $(VENV)/.installed-dev
 
-.PHONY: pythons cache-kinds spec-pairs spec-text setup setup-dev serve chat test quick quick-tests test-gpu sanitize lint format bench soak docs audit clean
+.PHONY: pythons cache-kinds vision-pairs spec-pairs spec-text wheel setup setup-dev serve chat test quick quick-tests test-gpu sanitize lint format bench soak docs page page-check pictures audit clean
 
 setup: $(STAMP)
 
@@ -93,7 +93,10 @@ bench: setup-dev
 	@$(BIN)/python benchmarks/run.py
 
 cache-kinds: setup-dev  # every kind of cache over sessions, tiers, ranks and processes: 10 minutes
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/engine/test_cache_kinds.py -m slow -n 2
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/engine/test_cache_kinds.py tests/engine/test_cache_kind_pairs.py -m slow -n 2
+
+vision-pairs: setup-dev  # images with every family over ranks, drafts, tiers and sessions: 5 minutes
+	@$(BIN)/python -m pytest -q tests/vision -m "slow or not slow" $(ARGS)
 
 spec-pairs: setup-dev  # drafts with every kind of cache over tiers, sessions, ranks and formats: 30 minutes
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/speculative -m slow -n 2
@@ -104,10 +107,29 @@ spec-text: setup-dev  # tokens with drafts against those without, the default mo
 soak: setup-dev
 	$(BIN)/python -m pytest -m slow --timeout=3600
 
+# A package with CPU kernels for every level of instructions, in dist/: its users need no compiler.
+wheel: setup-dev
+	QUIRE_PREBUILT_KERNELS=1 $(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
+
 docs: setup-dev
 	@$(BIN)/python -m quire.cli.reference > docs/configuration.md
 	@$(BIN)/python -m quire.server.observability.metrics_page > docs/metrics.md
 	@$(BIN)/python -m quire.cli.vllm_page > docs/from-vllm.md
+
+# The page at /: compiled from page/ into quire/server/page/assets, which is part of the package. Needs node 20 or newer.
+PAGE_STAMP := page/node_modules/.package-lock.json
+
+$(PAGE_STAMP): page/package-lock.json
+	cd page && npm ci --no-audit --no-fund --quiet
+
+page: $(PAGE_STAMP)
+	cd page && npm run --silent build
+
+page-check: $(PAGE_STAMP)  # types, lint and tests of the page's sources
+	cd page && npm run --silent check
+
+pictures: setup-dev  # screenshots in docs/pictures, made with Chromium
+	OMP_NUM_THREADS=2 $(BIN)/python docs/pictures/make.py $(ARGS)
 
 # Dependencies with versions and licences; fails if one does not fit.
 audit: setup-dev

@@ -2,6 +2,7 @@
 
 python benchmarks/planning.py            # 256 and 1,024 running requests
 python benchmarks/planning.py --fair     # …of 16 tenants under the fair policy, while more wait
+python benchmarks/planning.py --timelines   # …with and without the timelines that the page shows, in turn
 """
 
 from __future__ import annotations
@@ -17,15 +18,20 @@ from quire.messages.request import NewRequest
 from quire.messages.sampling import SamplingParams
 from quire.scheduler.policies.registry import make_policy
 from quire.scheduler.scheduler import Scheduler
+from quire.scheduler.timelines import Timelines
 
 BLOCK_SIZE = 16
 
 
-def measure(running: int, steps: int = 600, prompt: int = 100, policy: str = "fcfs") -> tuple[float, float]:
+def measure(
+    running: int, steps: int = 600, prompt: int = 100, policy: str = "fcfs", timelines: bool = False
+) -> tuple[float, float]:
     """Median and 99th percentile of milliseconds a decode step costs the host."""
     keys = ContentKeys(BLOCK_SIZE, b"benchmark")
     tables = BlockTables(running * (prompt + steps + 64) // BLOCK_SIZE + 64, BLOCK_SIZE)
     scheduler = Scheduler(tables, make_policy(policy), keys, max_rows=running, token_budget=8192)
+    if timelines:
+        scheduler.requests.timelines = Timelines()
     executor = NullExecutor(running)
     params = SamplingParams(max_tokens=None, ignore_eos=True)
     for i in range(running if policy == "fcfs" else 2 * running):
@@ -49,9 +55,24 @@ def measure(running: int, steps: int = 600, prompt: int = 100, policy: str = "fc
     return statistics.median(times), times[int(0.99 * len(times))]
 
 
+def compare(sizes: list[int], rounds: int = 5) -> None:
+    """Print what timelines add: the median over rounds that alternate between with and without."""
+    print(f"{'running':>8} {'without ms':>11} {'with ms':>9} {'added':>7}")
+    for size in sizes:
+        found: dict[bool, list[float]] = {False: [], True: []}
+        for _ in range(rounds):
+            for is_on in (False, True):
+                found[is_on].append(measure(size, timelines=is_on)[0])
+        off, on = statistics.median(found[False]), statistics.median(found[True])
+        print(f"{size:>8} {off:>11.4f} {on:>9.4f} {on / off - 1:>7.1%}")
+
+
 def main() -> None:
     policy = "fair" if "--fair" in sys.argv else "fcfs"
-    sizes = [int(size) for size in sys.argv[1:] if size != "--fair"] or [256, 1024]
+    sizes = [int(size) for size in sys.argv[1:] if not size.startswith("--")] or [256, 1024]
+    if "--timelines" in sys.argv:
+        compare(sizes)
+        return
     print(f"{'running':>8} {'median ms':>10} {'p99 ms':>8} {'µs/row':>8}")
     for size in sizes:
         median, p99 = measure(size, policy=policy)

@@ -133,7 +133,8 @@ def llm(shared_tiny: LLM) -> Iterator[LLM]:
 
 @pytest.fixture(scope="session")
 def shared_smollm() -> Iterator[LLM]:
-    with LLM(dtype="float32", num_gpu_blocks_override=384, device="cpu", max_model_len=2048) as llm:
+    settings = {"dtype": "float32", "num_gpu_blocks_override": 384, "device": "cpu", "max_model_len": 2048}
+    with LLM(cpu_weights="dense", **settings) as llm:  # whose tokens are those of the dequantized model
         yield llm
 
 

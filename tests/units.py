@@ -14,6 +14,8 @@ GROUPS = {
                           "tests/api/test_stream.py"),
     "abuse of a server": ("tests/server/test_abuse_*.py",),
     "abuse": ("tests/abuse/test_*.py",),
+    "page": ("tests/server/page/test_*.py",),
+    "images": ("tests/media/test_server*.py", "tests/media/test_offline.py"),
 }  # fmt: skip
 LONG = ("tests/executor/", "tests/server/", "tests/api/", "tests/engine/", "tests/scheduler/")
 

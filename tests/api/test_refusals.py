@@ -169,7 +169,7 @@ def test_a_request_bigger_than_the_cache(make_llm: Any) -> None:
         ({"max_model_length": 10}, "max_model_length.*max_model_len"),
         ({"frobnicate": 7}, "frobnicate.*7"),
         ({"tensor_parallel_size": 3}, "heads cannot be split over 3"),
-        ({"enable_lora": True}, "enable_lora=True is not supported"),
+        ({"enable_prompt_adapter": True}, "enable_prompt_adapter=True is not supported"),
         ({"speculative_config": {"method": "medusa"}}, "method 'medusa' is not supported: use an EAGLE-3 head"),
         ({"quantization": "awq"}, "quantization is 'awq', but .* is not quantized"),
         ({"runner": "draft"}, "runner='draft'"),

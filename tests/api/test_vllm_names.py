@@ -46,6 +46,7 @@ TINY = {"device": "cpu", "num_gpu_blocks_override": 16, "max_model_len": 128}
         ("quire.outputs", "ScoringRequestOutput ScoringOutput"),
         ("quire.inputs", "TextPrompt TokensPrompt PromptType"),
         ("quire.logprobs", "Logprob"),
+        ("quire.lora.request", "LoRARequest"),
     ],
 )
 def test_names_in_vllms_modules(module: str, names: str) -> None:
@@ -84,7 +85,7 @@ def test_a_scripts_command_line_sets_an_engine(monkeypatch: pytest.MonkeyPatch, 
     assert settings == {"model": "a-model", "max_model_len": 4000, "enforce_eager": True, "hf_overrides": {"a": 1}}
     assert EngineArgs.from_cli_args(args) == EngineArgs(**settings)
     with pytest.raises(SystemExit):
-        parser.parse_args(["--enable-lora"])
+        parser.parse_args(["--enable-prompt-adapter"])
     assert "adapters" in capsys.readouterr().err
     plain = EngineArgs.add_cli_args(argparse.ArgumentParser())
     assert EngineArgs.from_cli_args(plain.parse_args(["--seed", "3"])).seed == 3

@@ -10,10 +10,11 @@ import threading
 
 import pytest
 
-from quire import LLM, RequestOutputKind, SamplingParams
+from quire import LLM, LoRARequest, RequestOutputKind, SamplingParams
 from quire.cli.conversation import LocalConversation
 from quire.errors import CacheTooSmallError
 from quire.paths import cache_dir
+from tests.adapters.beside import Beside
 
 
 @pytest.fixture(scope="module")
@@ -30,6 +31,18 @@ def conversation(llm):
 
 def params(**fields) -> SamplingParams:
     return SamplingParams(temperature=0, ignore_eos=True, output_kind=RequestOutputKind.DELTA, **fields)
+
+
+def test_a_conversation_with_an_adapter(byte_llama, tmp_path):
+    beside = Beside(byte_llama, tmp_path)
+    adapter = LoRARequest("mine", 1, beside.write("mine", target_modules="all-linear"))
+    settings = {"kv_cache_memory_bytes": 1 << 20, "dtype": "float32", "enable_lora": True}
+    with LLM(str(byte_llama), **settings) as llm:
+        replies = [LocalConversation(llm, params(max_tokens=6), None, one).ask("Hi").text for one in ([adapter], None)]
+        prompt = llm.chat([{"role": "user", "content": "Hi"}], params(max_tokens=1), use_tqdm=False)[0].prompt_token_ids
+        tokens = [beside.tokens(list(prompt), 6, weights) for weights in ({"mine": 1.0}, {})]
+        assert replies == [llm.get_tokenizer().decode(one) for one in tokens]
+        assert tokens[0] != tokens[1]
 
 
 def test_every_piped_line_gets_a_reply_with_the_lines_before_as_context(quire, byte_llama):

@@ -17,7 +17,9 @@ from quire.layers.attention.base import AttentionSpec
 from tests.layers.test_torch_paged import ROWS, Case
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-NAMES = sorted(path.stem for path in EXAMPLES.glob("*.py") if path.stem != "nano_engine")  # has its own tests
+OTHERS = ("nano_engine", "bounding_boxes")
+"""They have tests of their own."""
+NAMES = sorted(path.stem for path in EXAMPLES.glob("*.py") if path.stem not in OTHERS)
 
 
 @pytest.fixture

@@ -38,6 +38,11 @@ VALUES = {
     "tenant_max_rows": {"gold": 0.5, "*": 3},
     "tenant_max_blocks": {"*": 0.25},
     "speculative_config": {"method": "ngram", "num_speculative_tokens": 3},
+    "power_budget": 45.5,
+    "limit_mm_per_prompt": {"image": 2, "video": 0},
+    "mm_processor_kwargs": {"max_pixels": 1003520},
+    "allowed_media_hosts": ("images.example.com", "*.example.org"),
+    "allowed_local_media_path": "/",
 }
 NEEDS = {
     **{key: {"scheduling_policy": "fair"} for key in ("tenant_weights", "tenant_max_rows", "tenant_max_blocks")},
@@ -46,6 +51,7 @@ NEEDS = {
     **{key: {"distributed_executor_backend": "ray"} for key in ("ray_address", "ray_placement_timeout", "ray_env")},
     "pipeline_layers": {"pipeline_parallel_size": 2},
     "kv_store": {"kv_disk": "folder"},
+    "allow_gpu_power_control": {"energy_policy": "saver"},
 }
 """Other fields that a field needs."""
 ROOT = Path(__file__).parents[2]
@@ -148,12 +154,14 @@ def test_vllms_short_names_of_speculation():
 
 
 def test_vllm_flags_without_effect_are_accepted():
-    taken = ["--async-scheduling", "--no-enable-lora", "--tokenizer-mode", "auto"]
-    assert engine_settings(parse(*taken, "--compilation-config", "3", "--limit-mm-per-prompt", "{}")) == {}
+    taken = ["--async-scheduling", "--no-enable-sleep-mode", "--tokenizer-mode", "auto"]
+    assert engine_settings(parse(*taken, "--compilation-config", "3", "--mm-processor-cache-gb", "4")) == {}
 
 
 @pytest.mark.parametrize(
-    "flags", [["--enable-lora"], ["--kv-transfer-config", '{"kv_role": "both"}'], ["--enable-sleep-mode"]], ids=str
+    "flags",
+    [["--enable-prompt-adapter"], ["--kv-transfer-config", '{"kv_role": "both"}'], ["--enable-sleep-mode"]],
+    ids=str,
 )
 def test_vllm_flags_that_are_not_supported_are_refused_by_name(flags):
     with pytest.raises(UsageError, match=f"{flags[0]}.* is not supported"):

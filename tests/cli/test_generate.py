@@ -7,6 +7,7 @@ import json
 import pytest
 
 from quire import LLM, SamplingParams
+from tests.adapters.beside import Beside
 
 FLAGS = ["--temperature", "0", "--max-tokens", "6"]
 
@@ -26,6 +27,17 @@ def test_one_prompt_streams_its_text(quire, byte_llama, texts):
 
 def test_a_dash_reads_standard_input(quire, byte_llama, texts):
     assert quire("generate", "-", "--model", byte_llama, *FLAGS, stdin="Good day").out == texts[1] + "\n"
+
+
+def test_an_adapter_by_its_folder(quire, byte_llama, texts, tmp_path):
+    beside = Beside(byte_llama, tmp_path)
+    folder = beside.write("mine", target_modules="all-linear")
+    ran = quire("generate", "Hello", "--model", byte_llama, *FLAGS, "--lora", folder, "--json", "--dtype", "float32")
+    (line,) = map(json.loads, ran.out.splitlines())
+    found = line["outputs"][0]["token_ids"]
+    assert found == beside.tokens(line["prompt_token_ids"], 6, {"mine": 1.0})[: len(found)]
+    assert line["outputs"][0]["text"] != texts[0]
+    assert quire("generate", "Hello", "--model", byte_llama, "--lora", tmp_path / "none").code != 0
 
 
 def test_json_is_one_object_per_prompt(quire, byte_llama, texts):

@@ -20,6 +20,7 @@ from quire.cli.bench.load.client import RunCounters
 from quire.cli.interrupts import cancelled_by_interrupt
 from quire.cli.run_batch import _report
 from quire.errors import ValidationError
+from tests.adapters.beside import Beside
 
 ENGINE = ["--dtype", "float32", "--num-gpu-blocks-override", "128", "--device", "cpu", "--served-model-name", "tiny"]
 
@@ -89,6 +90,22 @@ def test_every_line_is_run_and_invalid_lines_do_not_stop_the_others(quire, tiny_
              if each["custom_id"] in ("text", "last") and each["response"]]  # fmt: skip
     assert len(texts) == 2
     assert len(set(texts)) == 1  # the same greedy request gives the same response
+
+
+@pytest.mark.slow
+def test_adapters_are_models_of_a_batch(quire, tiny_model, tmp_path):
+    beside = Beside(tiny_model, tmp_path)
+    folder = beside.write("mine", target_modules="all-linear")
+    greedy = {"temperature": 0, "ignore_eos": True, "max_tokens": 6, "return_token_ids": True, "prompt": [5, 9, 20]}
+    lines = [line(name, model=model, **greedy) for name, model in (("a", "mine"), ("b", "tiny"), ("c", "another"))]
+    (tmp_path / "in.jsonl").write_text("\n".join(lines))
+    files = ["-i", tmp_path / "in.jsonl", "-o", tmp_path / "out.jsonl"]
+    quire("run-batch", tiny_model, *files, *ENGINE, "--enable-lora", "--lora-modules", f"mine={folder}")
+    found = by_id((tmp_path / "out.jsonl").read_text())
+    for name, weights in (("a", {"mine": 1.0}), ("b", {})):
+        tokens = found[name]["response"]["body"]["choices"][0]["token_ids"]
+        assert tokens == beside.tokens([5, 9, 20], 6, weights)
+    assert found["c"]["response"]["status_code"] == 404
 
 
 @pytest.mark.slow

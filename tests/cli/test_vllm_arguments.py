@@ -153,6 +153,10 @@ def test_no_argument_is_both_an_engine_setting_and_in_the_table():
         (["--structured-outputs-config.disable_any_whitespace", "true"], "disable_any_whitespace", True),
         (["--structured-outputs-config", '{"disable_any_whitespace": false}'], "disable_any_whitespace", False),
         (["--override-generation-config", '{"temperature": 0.5}'], "override_generation_config", {"temperature": 0.5}),
+        (["--limit-mm-per-prompt", "image=4,video=0"], "limit_mm_per_prompt", {"image": 4, "video": 0}),
+        (["--limit-mm-per-prompt", '{"image": 4}'], "limit_mm_per_prompt", {"image": 4}),
+        (["--limit-mm-per-prompt.image", "4"], "limit_mm_per_prompt", {"image": 4}),
+        (["--allowed-media-domains", "a.example", "b.example"], "allowed_media_hosts", ("a.example", "b.example")),
     ],
     ids=str,
 )  # fmt: skip
@@ -170,8 +174,8 @@ def test_forms_of_flags(arguments, setting, value):
         ["--structured_outputs_config={}"], ["--cudagraph-capture-sizes", "1", "2"], ["--numa-bind-nodes", "[0, 1]"],
         ["--async-scheduling=False"], ["--enable-lora=False"], ["--no-enable-lora"], ["--disable-lora"],
         ["--config-format", "auto"], ["--uvicorn-log-level", "warning"], ["--disable-uvicorn-access-log"],
-        ["--disable-uvicorn-access-log=False"], ["--limit-mm-per-prompt", "image=4"], ["--task", "generate"],
-        ["--limit-mm-per-prompt.image", "4"], ["--kv-transfer-config", "{}"], ["--log-level", "INFO"],
+        ["--disable-uvicorn-access-log=False"], ["--mm-processor-cache-gb", "4"], ["--task", "generate"],
+        ["--video-pruning-rate", "0.5"], ["--kv-transfer-config", "{}"], ["--log-level", "INFO"],
         ["--tokenizer-mode", "None"], ["--guided-decoding-backend", "outlines"], ["--disable-log-requests"],
     ],
     ids=str,
@@ -184,9 +188,9 @@ def test_forms_without_effect(arguments):
     "arguments, told",
     [
         (["--enforce-eager=maybe"], "--enforce-eager is on or off"),
-        (["--enable-lora"], "adapters"),
-        (["--enable-lora=true"], "adapters"),
-        (["--lora-modules", "sql=/adapters/sql"], "adapters"),
+        (["--enable-prompt-adapter"], "adapters"),
+        (["--enable-prompt-adapter=true"], "adapters"),
+        (["--prompt-adapters", "sql=/adapters/sql"], "adapters"),
         (["--kv-transfer-config", '{"kv_connector": "NixlConnector"}'], "kv_disk"),
         (["--data-parallel-rank", "0"], "Ray"),
         (["--nnodes", "2"], "Ray"),
@@ -241,8 +245,8 @@ def test_a_list_in_json_ends_where_it_ends():
 
 
 def test_flags_without_effect_are_remembered_for_the_log():
-    assert parse("-O3", "--uvicorn-log-level", "info", "--no-enable-lora").without_effect == [
-        "--optimization-level", "--uvicorn-log-level", "--enable-lora",
+    assert parse("-O3", "--uvicorn-log-level", "info", "--no-enable-sleep-mode").without_effect == [
+        "--optimization-level", "--uvicorn-log-level", "--enable-sleep-mode",
     ]  # fmt: skip
 
 
@@ -279,8 +283,8 @@ def test_a_configuration_file_of_vllm(tmp_path):
     engine, server = serve.configurations(args, vllm_environment.read({}))
     assert (engine.model, engine.max_model_len) == ("a-model", 4000)
     assert (server.host, server.port, server.allowed_origins) == ("0.0.0.0", 9, ("*",))
-    (tmp_path / "vllm.yaml").write_text("enable-lora: true\n")
-    with pytest.raises(UsageError, match="--enable-lora.*adapters"):
+    (tmp_path / "vllm.yaml").write_text("enable-prompt-adapter: true\n")
+    with pytest.raises(UsageError, match="--enable-prompt-adapter.*adapters"):
         serve.with_file(parse(), tmp_path / "vllm.yaml")
 
 

@@ -127,6 +127,11 @@ STARTS: list[tuple[str, str, dict[str, str], dict[str, Any]]] = [
         {"max_queued_requests": 32, "max_body_bytes": 1 << 20, "max_samples": 4, "max_prompts": 8,
          "batch_invariant": True, "grammar_timeout": 2, "accept_any_model_name": True},
     ),
+    ("images from disk", "m --allowed-local-media-path /", {}, {"allowed_local_media_path": "/"}),
+    (
+        "adapters", "m --enable-lora --lora-modules sql=/adapters/sql --max-lora-rank 64 --max-loras 4", {},
+        {"enable_lora": True, "max_loras": 4, "max_lora_rank": 64, "lora_modules": ("sql=/adapters/sql",)},
+    ),
 ]  # fmt: skip
 
 
@@ -138,14 +143,14 @@ def test_a_deployment_starts_with_the_same_door_locked(monkeypatch, command, var
 
 
 REFUSED = [
-    ("adapters", "m --enable-lora --lora-modules sql=/adapters/sql --max-lora-rank 64", {}, "--enable-lora"),
+    ("prompt adapters", "m --enable-prompt-adapter", {}, "--enable-prompt-adapter"),
     ("adapters at run time", "m", {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"}, "VLLM_ALLOW_RUNTIME_LORA_UPDATING"),
     ("disaggregated prefill", 'm --kv-transfer-config \'{"kv_connector": "NixlConnector"}\'', {}, "kv-transfer-config"),
     ("another hub", "m", {"VLLM_USE_MODELSCOPE": "true"}, "VLLM_USE_MODELSCOPE"),
     ("open admin routes", "m", {"VLLM_SERVER_DEV_MODE": "1"}, "VLLM_SERVER_DEV_MODE.*--admin-key"),
     ("several nodes", "m --nnodes 2 --node-rank 0 --master-addr 10.0.0.1", {}, "--nnodes"),
     ("sleep mode", "m --enable-sleep-mode", {}, "--enable-sleep-mode"),
-    ("images from disk", "m --allowed-local-media-path /data", {}, "--allowed-local-media-path"),
+    ("images from a folder that is not there", "m --allowed-local-media-path /no/such", {}, "allowed_local_media_path"),
     ("classifier", "m --task score", {}, "--task"),
     ("certificates that cannot be checked", "m --ssl-certfile c --ssl-cert-reqs 2", {}, "ssl_ca_certs"),
 ]

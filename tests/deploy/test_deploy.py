@@ -13,6 +13,8 @@ import yaml
 
 from quire.cli.parser import Parser
 from quire.cli.serve import configure
+from quire.engine.stats import Metric
+from quire.messages.metric_table import ENERGY_METRICS
 from quire.server.observability.metrics import ServerMetrics
 from tests.server.scrape import Scrape
 from tests.server.test_metrics import FakeEngine
@@ -23,7 +25,7 @@ DASHBOARD = DEPLOY / "grafana" / "dashboards" / "quire.json"
 
 WORDS = {
     "sum", "min", "max", "by", "rate", "histogram_quantile", "changes", "label_values", "le", "model_name", "instance",
-    "finished_reason", "handler", "status", "reason",
+    "finished_reason", "handler", "status", "reason", "kind",
 }  # fmt: skip
 """Words of our PromQL that are not metrics."""
 LABELS_OF_PROMETHEUS = {"instance", "job"}
@@ -52,7 +54,11 @@ def scrape() -> Scrape:
     """The first scrape of a server after one request."""
     from quire.server.observability.observer import HttpRecord
 
-    metrics = ServerMetrics(FakeEngine(), "m", admission=type("Admission", (), {"rejected": {"requests": 0}})())
+    metered = [
+        Metric(f"quire:{spec.name}", spec.kind, 1.0, series=((("prompt",), 1.0),) if spec.labels else ())
+        for spec in ENERGY_METRICS
+    ]
+    metrics = ServerMetrics(FakeEngine(metered), "m", admission=type("Admission", (), {"rejected": {"requests": 0}})())
     metrics.on_http(HttpRecord("id", "POST", "/v1/completions", "/v1/completions", status=200))
     return Scrape(asyncio.run(metrics.page()).decode())
 
@@ -75,7 +81,7 @@ def test_the_dashboard_has_the_expected_panels() -> None:
     titles = " ".join(panel["title"] for panel in dashboard()["panels"]).lower()
     for word in (
         "running", "kv cache", "first token", "between tokens", "end to end", "tokens a second", "prefix cache",
-        "preemptions", "by reason", "http errors", "restarts",
+        "preemptions", "by reason", "http errors", "restarts", "power by use", "joules a generated token",
     ):  # fmt: skip
         assert word in titles, word
     ids = [panel["id"] for panel in dashboard()["panels"]]

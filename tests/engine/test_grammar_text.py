@@ -69,7 +69,9 @@ def test_the_default_model_matches_every_grammar_in_its_own_process() -> None:
         return outputs[-1]
 
     async def main() -> None:
-        async with AsyncLLM(dtype="float32", num_gpu_blocks_override=384, device="cpu", max_model_len=2048) as llm:
+        async with AsyncLLM(
+            dtype="float32", num_gpu_blocks_override=384, device="cpu", max_model_len=2048, cpu_weights="dense"
+        ) as llm:
             check(await asyncio.gather(*(last(llm, prompt, constraint) for prompt, constraint in ASKED)))
 
     asyncio.run(main())

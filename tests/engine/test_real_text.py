@@ -99,6 +99,7 @@ def engine(shared_smollm: LLM) -> Iterator[Callable[..., LLM]]:
                     "device": "cpu",
                     "max_model_len": 1024,
                     "num_gpu_blocks_override": 384,
+                    "cpu_weights": "dense",
                     **settings,
                 }
             )

@@ -174,7 +174,7 @@ def test_a_damaged_log_loses_sessions_and_names_them(
     suspended: SuspendedSessions, start: Start, tmp_path: Path, harm: Harm
 ) -> None:
     rng, lost = random.Random(3), 0
-    for _ in range(6):
+    for _ in range(12):  # about one flipped bit in four is one that a session needs
         folder = suspended.copy(tmp_path / "kv")
         path = rng.choice([path for path in (folder / "sessions").iterdir() if path.suffix == ".log"])
         # Space is reserved ahead: after the last frame there are zeros.

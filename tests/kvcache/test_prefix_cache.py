@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import struct
 
 import pytest
+from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from quire.kvcache.prefix_cache import ContentKeys, PrefixCache
+from quire.messages.media import KeySpan
 
 TOKENS = st.lists(st.one_of(st.integers(0, 3), st.integers(-(2**31), 2**31 - 1)), max_size=24)
 
@@ -128,3 +131,47 @@ class IndexMachine(RuleBasedStateMachine):
 
 TestIndex = IndexMachine.TestCase
 TestIndex.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
+
+
+def test_keys_of_blocks_with_images_have_the_whole_digest() -> None:
+    keys, tokens = ContentKeys(4, b"model"), [7] * 20
+    digest = bytes(range(32))
+    spans = [KeySpan(6, 13, 0, digest)]
+    text, shown = keys.of(tokens), keys.of(tokens, "", spans)
+    assert shown == keys.of(tokens, "", [KeySpan(6, 13, 0, bytes(range(32)))])
+    assert shown[0] == text[0]  # before the image
+    assert not set(shown[1:]) & set(text)
+    others = [
+        KeySpan(6, 13, 1, digest),
+        KeySpan(6, 12, 0, digest),
+        KeySpan(6, 14, 0, digest),
+        KeySpan(7, 13, 0, digest),
+    ]
+    for place in range(32):
+        changed = bytearray(digest)
+        changed[place] ^= 1
+        others.append(KeySpan(6, 13, 0, bytes(changed)))
+    found = {keys.of(tokens, "", [other])[1] for other in others}
+    assert len(found) == len(others)
+    assert shown[1] not in found
+    assert keys.of(tokens, "", [*spans, KeySpan(14, 16, 0, digest)])[:3] == shown[:3]
+    two = [KeySpan(0, 2, 0, digest), KeySpan(2, 4, 0, bytes(32))]
+    assert keys.of(tokens[:4], "", two) != keys.of(tokens[:4], "", [two[0]._replace(digest=bytes(32)), two[1]])
+
+
+def test_keys_of_blocks_with_images_can_be_computed_piece_by_piece() -> None:
+    keys, tokens = ContentKeys(4, b"model"), list(range(30))
+    spans = [KeySpan(3, 9, 2, b"a" * 32), KeySpan(10, 27, 0, b"b" * 32)]
+    whole = keys.of(tokens, "salt", spans)
+    for cut in range(len(whole)):
+        parent = whole[cut - 1] if cut else keys.root("salt")
+        assert keys.keys_after(parent, tokens[4 * cut :], spans, 4 * cut) == whole[cut:]
+        assert keys.key_after(parent, tokens[4 * cut : 4 * cut + 4], spans, 4 * cut) == whole[cut]
+    partial = keys.key_after(whole[-1], tokens[28:], spans, 28)
+    assert partial == keys.key_after(whole[-1], tokens[28:])  # no image in it
+
+
+def test_keys_of_text_are_hashes_of_parent_and_tokens() -> None:
+    keys, tokens = ContentKeys(2, b"model"), [1, 2, 3, 4]
+    first = blake3(blake3(b"model").digest() + struct.pack("<2i", 1, 2)).digest()
+    assert keys.of(tokens) == [first, blake3(first + struct.pack("<2i", 3, 4)).digest()]

@@ -53,7 +53,7 @@ def test_a_plan_round_trips(arrays: list[np.ndarray], step: int, flag: bool) -> 
     plan = StepPlan(
         step=step, rows=rows, counts=counts, num_decodes=3, tokens=tokens, samples=samples, sample_rows=sample_rows,
         block_rows=block_rows, block_indices=block_indices, blocks=blocks, max_context=17, reset=flag, drop=[1, 2],
-        add=[NewRow(1, "a", 4, 6, 2, 9, 2**64 - 1, 1, params, [5], [[1, 2], [3]], None, tokens)],
+        add=[NewRow(1, "a", 4, 6, 2, 9, 2**64 - 1, 1, params, [5], [[1, 2], [3]], None, tokens, 2, 5)],
         forks=[Fork(1, 2, 3, "é")], copies=[(4, 5), (6, 7)], block_groups=blocks, snapshots=[(8, 9)],
         groups=[PrefixGroup([1, 2, 5], 512), PrefixGroup([7, 3], 256)] if flag else None,
     )  # fmt: skip

@@ -13,7 +13,9 @@ from quire.messages.sampling import SamplingParams
 LEGAL = {
     ("waiting", "loading"), ("waiting", "compiling"), ("waiting", "running"), ("waiting", "finished"),
     ("loading", "waiting"), ("loading", "running"), ("loading", "finished"),
+    ("waiting", "adapting"), ("adapting", "waiting"), ("adapting", "finished"),
     ("compiling", "waiting"), ("compiling", "finished"),
+    ("waiting", "adapting"), ("adapting", "waiting"), ("adapting", "finished"),
     ("running", "preempted"), ("running", "waiting"), ("running", "finished"),
     ("preempted", "loading"), ("preempted", "running"), ("preempted", "waiting"), ("preempted", "finished"),
 }  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from transformers import (
+    BitNetConfig,
     BloomConfig,
     Cohere2Config,
     CohereConfig,
@@ -87,6 +88,7 @@ RELATIVES: dict[str, PretrainedConfig] = {
         CohereConfig, logit_scale=0.7, use_qk_norm=True, attention_bias=True, tie_word_embeddings=False
     ),
     "cohere2": _like(Cohere2Config, logit_scale=0.7, sliding_window=6, num_hidden_layers=4),
+    "bitnet": _like(BitNetConfig, tie_word_embeddings=True, rms_norm_eps=1e-3),
     "bloom": BloomConfig(vocab_size=97, hidden_size=48, n_layer=2, n_head=6),
     "falcon-rw": _other(FalconConfig, alibi=True, multi_query=False, parallel_attn=False, bias=True),
     "falcon-7b": _other(FalconConfig, num_kv_heads=None),

@@ -26,10 +26,10 @@ def words(text: int, tokens: int) -> list[int]:
     return [text * 100_000 + i for i in range(tokens)]
 
 
-def request(*texts: list[int], tenant: str = "", sequences: int = 1) -> RoutedRequest:
+def request(*texts: list[int], tenant: str = "", sequences: int = 1, adapters: bytes = b"") -> RoutedRequest:
     """A request whose prompt is these texts, joined."""
     tokens = [token for text in texts for token in text]
-    return RoutedRequest(KEYS.of(tokens, tenant), len(tokens), sequences, tenant)
+    return RoutedRequest(KEYS.of(tokens, tenant), len(tokens), sequences, tenant, adapters)
 
 
 def router_of(*names: str, clock: Clock | None = None, blocks: int = 10_000, rows: int = 64, **settings: Any) -> Router:

@@ -30,6 +30,36 @@ def serve(router: Router, asked: RoutedRequest) -> str:
 SYSTEM, DOCUMENT = words(1, 2000), words(2, 4000)
 
 
+@pytest.mark.parametrize("policy", ["prefix", "least_loaded"])
+class TestAdapters:
+    def test_requests_of_an_adapter_stay_together(self, policy: str) -> None:
+        router = router_of("a", "b", "c", policy=make_routing_policy(policy))
+        homes = {name: serve(router, request(words(i, 40), adapters=name)) for i, name in enumerate((b"x", b"y", b"z"))}
+        assert len(set(homes.values())) == 3  # each was the least loaded when it came
+        for i in range(10, 30):
+            for name, home in homes.items():
+                assert serve(router, request(words(100 * i + len(home), 40), adapters=name)) == home
+
+    def test_but_not_behind_a_queue(self, policy: str) -> None:
+        router = router_of("a", "b", policy=make_routing_policy(policy))
+        home = serve(router, request(words(1, 40), adapters=b"x"))
+        for i in range(2, 8):
+            router.launched(request(words(i, 4000)), home)
+        assert router.choose(request(words(9, 40), adapters=b"x")) != home
+
+    def test_a_replica_has_room_for_few(self, policy: str) -> None:
+        router = Router(BLOCK, make_routing_policy(policy), clock=Clock())
+        router.add("a", 1000, 64, adapter_slots=2)
+        router.add("b", 1000, 64, adapter_slots=2)
+        for number, name in enumerate((b"x", b"y", b"x", b"z")):
+            router.finished(router.launched(request(words(number, 40), adapters=name), "a"))
+        router.finished(router.launched(request(words(50, 40), adapters=b"y"), "b"))
+        # y was the least recently used at a, and made room for z.
+        assert router.choose(request(words(60, 40), adapters=b"y")) == "b"
+        assert router.choose(request(words(60, 40), adapters=b"z")) == "a"
+        assert router.choose(request(words(60, 40), adapters=b"x")) == "a"
+
+
 class TestPrefixes:
     def test_a_request_goes_where_its_prefix_is(self) -> None:
         router = router_of("a", "b", "c")

@@ -143,7 +143,7 @@ def live(plain_server: Live) -> Iterator[Live]:
 
 @pytest.fixture(scope="session")
 def real_server() -> Iterator[Live]:
-    host = Host(DEFAULT_MODEL, max_model_len=2048)
+    host = Host(DEFAULT_MODEL, max_model_len=2048, cpu_weights="dense")
     live, stop = host.start(served_model_name=(DEFAULT_MODEL, MODEL))
     yield live
     stop()

@@ -13,10 +13,15 @@ from quire.server import auth
 from quire.server.app import ROUTE_MODULES
 from quire.server.auth import ApiKeys
 from quire.server.errors import ApiError
+from quire.server.routes.engine import ROUTES as ENGINE_ROUTES
+from quire.server.routes.page import ROUTES as PAGE_ROUTES
 from tests.server.attacked_server import ADMIN, KEYS, AttackedServer, request_head, statuses
 
 TEXT = "/v1/completions"
-ROUTES = [route for name in (*ROUTE_MODULES, "admin") for route in import_module(f"quire.server.routes.{name}").ROUTES]
+ROUTES = [
+    *(route for name in (*ROUTE_MODULES, "admin") for route in import_module(f"quire.server.routes.{name}").ROUTES),
+    *ENGINE_ROUTES,
+]
 METHODS = ("GET", "POST", "PUT", "DELETE", "PATCH", "HEAD", "OPTIONS", "TRACE")
 
 
@@ -29,9 +34,18 @@ class TestKeys:
                 assert status == 401 or path == "/health", (method, path, status)
         assert attacked.request("GET", "/health", None).status_code == 200
 
+    def test_the_page_and_its_files_are_public_and_nothing_else_below_them(self, attacked: AttackedServer) -> None:
+        assert {route.path for route in PAGE_ROUTES} == {"/", "/page/settings", "/page/files/{file}"}
+        assert attacked.request("GET", "/", None).status_code == 200
+        assert attacked.request("POST", "/", None).status_code == 405
+        for path in ("/page/", "/page/x", "/page/../v1/models", "/page/files/..%2f..%2fserve.py", "/page//v1/models"):
+            answer = attacked.exchange(request_head(path, None, "connection: close", method="GET", key=None))
+            assert statuses(answer) == [404]
+
     @pytest.mark.parametrize(
         "path",
-        ["/", "/docs", "/redoc", "/v1", "/v1/", "/v1/modelsx", "/nothing", "/admin", "/admin/", "/admin/x", "*",
+        ["/docs", "/redoc", "/pagex", "/v1/engine", "/v1/engine/feed", "/v1/page/settings",
+         "/v1", "/v1/", "/v1/modelsx", "/nothing", "/admin", "/admin/", "/admin/x", "*",
          "/V1/MODELS", "/v1/models/", "/health/../v1/models", "/health/", "/healthx", "/health%2f..%2fv1/models",
          "/health;x", "/HEALTH", "/static/..%2f..%2fetc/passwd", "/admin%2fstats", "/./v1/models", "//v1/models",
          "/%2e%2e/v1/models"],
@@ -62,8 +76,10 @@ class TestKeys:
         for route in admin:
             for key in KEYS:
                 assert attacked.request(route.method, route.path, key).status_code == 401
-            answer = attacked.request(route.method, route.path, ADMIN)
+            path = route.path.replace("/feed", "/feed?frames=1").replace("{block}", "1")
+            answer = attacked.request(route.method, path, ADMIN)
             is_let_in = answer.status_code == 200 or "enable_expert_parallel" in answer.text
+            is_let_in |= route.path.endswith("/timeline") and "no recent request" in answer.text
             assert is_let_in, answer.text
         for route in ROUTES:
             if route not in admin and not route.is_public:

@@ -44,7 +44,7 @@ class SteppedLLM:
 
     async def run(
         self, prompt: Any, params: Any, request_id: Any, priority: int, tenant: str, turn: Any, shares_id: bool,
-        sink: TextSink | None,
+        sink: TextSink | None, adapters: Any = (),
     ) -> AsyncGenerator[RequestOutput, None]:  # fmt: skip
         request, text = self._llm.inputs.make("key", prompt, params, 0.0, 0, "")
         outputs = OutputProcessor(Vocabulary(self._llm.inputs.tokenizer))

@@ -15,8 +15,10 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
 
 from benchmarks.front_overhead import null_server
+from tests.adapters.folders import tensors, write
 from tests.server.scrape import Scrape
 from tests.server.served import Served, served
 
@@ -119,8 +121,11 @@ def stopped(pid: int) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def fronts(tiny_model: Path) -> Iterator[TwoFronts]:
-    with served(str(tiny_model), *FLAGS) as server:
+def fronts(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoFronts]:
+    adapters = tmp_path_factory.mktemp("adapters")
+    torch.manual_seed(1)
+    write(adapters / "mine", tensors(width=64))
+    with served(str(tiny_model), *FLAGS, "--enable-lora", "--allowed-lora-path", str(adapters)) as server:
         yield TwoFronts(server)
 
 
@@ -158,6 +163,34 @@ class TestTwoFronts:
                 headers = {name: value for name, value in whole.headers.items() if name != "date"}
                 found.append((re.sub(rb'"created":\d+', b"", whole.content), headers, client.get("/v1/models").content))
         assert found[0] == found[1]
+        fronts.wait_until_idle()
+
+    def test_both_have_the_same_adapters(self, fronts: TwoFronts) -> None:
+        def names(client: httpx.Client) -> list[str]:
+            return [card["id"] for card in client.get("/v1/models").json()["data"][1:]]
+
+        def texts(*clients: httpx.Client, **more: Any) -> set[str]:
+            answers = [client.post("/v1/completions", json={**LONG, "temperature": 0, **more}) for client in clients]
+            return {answer.json()["choices"][0]["text"] for answer in answers}
+
+        mine = {"lora_name": "mine", "lora_path": "mine"}
+        with fronts.connected(fronts.hub) as first, fronts.connected(fronts.front) as second:
+            both = (first, second)
+            plain = texts(*both)
+            for asked, unloads in ((second, first), (first, second)):
+                assert asked.post("/v1/load_lora_adapter", json=mine).status_code == 401
+                assert asked.post("/v1/load_lora_adapter", json=mine, headers=ADMIN).status_code == 200
+                assert [names(client) for client in both] == [["mine"], ["mine"]]
+                adapted = texts(*both, model="mine")
+                assert len(plain) == len(adapted) == 1 and plain != adapted
+                assert unloads.post("/v1/unload_lora_adapter", json=mine, headers=ADMIN).status_code == 200
+                assert [names(client) for client in both] == [[], []]
+                assert [
+                    client.post("/v1/completions", json={**LONG, "model": "mine"}).status_code for client in both
+                ] == [
+                    404,
+                    404,
+                ]
         fronts.wait_until_idle()
 
     def test_a_limit_holds_for_both_together(self, fronts: TwoFronts) -> None:
@@ -203,6 +236,23 @@ class TestTwoFronts:
         usage = [answer["usage"] for answer in answers]
         assert usage[0]["prompt_tokens"] > made["num_tokens"] and usage[1]["prompt_tokens"] > usage[0]["total_tokens"]
         assert length == usage[1]["total_tokens"]
+
+    def test_both_show_the_engine(self, fronts: TwoFronts) -> None:
+        """The page, the feed and a request of the other front."""
+        seen = []
+        for pid, other in ((fronts.hub, fronts.front), (fronts.front, fronts.hub)):
+            with fronts.connected(pid) as client, fronts.connected(other) as elsewhere:
+                assert client.get("/").status_code == 200
+                name = f"shown-{pid}"
+                assert client.post("/v1/completions", json=LONG, headers={"x-request-id": name}).status_code == 200
+                told = elsewhere.get(f"/v1/engine/requests/{name}/timeline").json()
+                assert told["finish_reason"] and sum(step["drew"] for step in told["steps"])
+                events = client.get("/v1/engine/feed?frames=3&hz=10").text.split("\n\n")
+                frames = [json.loads(event.removeprefix("data: ")) for event in events if event]
+                assert [frame["frame"] for frame in frames] == [1, 2, 3] and frames[0]["is_whole"]
+                seen.append(frames[-1]["counters"]["generated_tokens"])
+        assert seen[1] > seen[0]  # one engine counts for both
+        fronts.wait_until_idle()
 
     def test_responses_are_kept_for_both(self, fronts: TwoFronts) -> None:
         fields = {"max_output_tokens": 5, "temperature": 0, "ignore_eos": True}

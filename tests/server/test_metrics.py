@@ -20,7 +20,7 @@ from quire.config import EngineConfig
 from quire.engine.stats import Metric, expert_metrics
 from quire.errors import EngineDeadError
 from quire.messages.histogram import Histogram
-from quire.messages.metric_table import ALL_METRICS, BY_MODEL_LENGTH, SPECULATION_METRICS, bounds_by_length
+from quire.messages.metric_table import ALL_METRICS, BY_MODEL_LENGTH, OPTIONAL_METRICS, bounds_by_length
 from quire.messages.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from quire.output.processor import TokenTimes
 from quire.server.observability.metrics import ServerMetrics
@@ -403,12 +403,13 @@ def test_the_metrics_page_is_up_to_date() -> None:
 def test_the_metrics_page_lists_exactly_the_exported_families() -> None:
     drafts = [
         Metric(f"quire:{spec.name}", spec.kind, 1.0, series=((("0",), 1.0),) if spec.labels else ())
-        for spec in SPECULATION_METRICS
+        for spec in OPTIONAL_METRICS
     ]
     replicas = [(FakeReplica(drafts, number=number), SimpleNamespace(restarts=0)) for number in range(2)]
     shown = look(ServerMetrics(FakeEngine(), "m", replicas=replicas)).families
     alone = look(ServerMetrics(FakeEngine(), "m")).families
-    assert set(alone) == {name for name in shown if "router" not in name and "spec_decode" not in name} != set(shown)
+    optional = {prefix + spec.name for spec in OPTIONAL_METRICS for prefix in ("quire:", "vllm:")}
+    assert set(alone) == {name for name in shown if "router" not in name and name not in optional} != set(shown)
     families = {name for name in shown if not name.startswith(("process_", "python_"))}
     documented = re.findall(r"^\| `([^`]+)` \| (\w+)", page(), re.MULTILINE)
     assert {name.removesuffix("_total") if kind == "counter" else name for name, kind in documented} == families

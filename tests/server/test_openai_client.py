@@ -90,6 +90,18 @@ class TestChat:
         streamed = assembled(client.stream(CHAT, **fields)).choices[0].logprobs.content
         assert [entry.model_dump() for entry in streamed] == [entry.model_dump() for entry in choice.logprobs.content]
 
+    def test_logprobs_of_requested_tokens(self, client: Client) -> None:
+        ids = [5, 6, 40]
+        body = {"logprob_token_ids": ids, "return_tokens_as_token_ids": True}
+        chat = client.call(CHAT, messages=USER, **GREEDY, logprobs=True, extra_body=body).choices[0]
+        for entry in chat.logprobs.content:
+            assert {top.token for top in entry.top_logprobs} == {entry.token, *(f"token_id:{each}" for each in ids)}
+        text = client.call(TEXT, prompt="the world", **GREEDY, extra_body=body).choices[0]
+        for token, tops in zip(text.logprobs.tokens, text.logprobs.top_logprobs, strict=True):
+            assert set(tops) == {token, *(f"token_id:{each}" for each in ids)}
+        with pytest.raises(openai.BadRequestError, match="needs logprobs=true"):
+            client.call(CHAT, messages=USER, **GREEDY, extra_body=body)
+
     def test_a_stop_string_ends_generation_and_is_left_out(self, client: Client) -> None:
         text = client.call(CHAT, messages=USER, **GREEDY).choices[0].message.content
         stop = text[4:6]

@@ -79,6 +79,14 @@ def test_two_engines_serve_as_one_and_a_death_is_not_noticed(pair: Pair, llm: LL
     assert [choice["text"] for choice in pair.complete(prompts).raise_for_status().json()["choices"]] == expected
     _check_metrics(pair)
     assert pair.client.get("/admin/memory?replica=1", headers=ADMIN).status_code == 200
+    shown = [
+        json.loads(pair.client.get(f"/admin/feed?frames=1&replica={number}", headers=ADMIN).text.partition("data: ")[2])
+        for number in (0, 1)
+    ]
+    assert [frame["counters"]["steps"] for frame in shown] == [
+        replica["engine"]["quire:steps"] for replica in pair.stats()["replicas"]
+    ]
+    assert len(shown[0]["slow"]["replicas"]) == 2
     refused = pair.client.get("/admin/memory?replica=2", headers=ADMIN)
     assert refused.status_code == 400 and "there are 2, numbered from 0" in refused.json()["error"]["message"]
     assert pair.client.post("/admin/reset_prefix_cache", headers=ADMIN).json() == {"is_empty": True}

@@ -136,7 +136,7 @@ class TestInput:
             ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "refers to a stored item"),
             ({"input": [{"type": "computer_call"}]}, "computer_call"),
             ({"input": [{"type": 7}]}, "7"),
-            ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "http://x"}]}]}, "text only"),
+            ({"input": [{"role": "user", "content": [{"type": "input_audio", "data": "x"}]}]}, "text and images only"),
             ({"input": [{"type": "function_call", "name": "f", "call_id": "c"}]}, "arguments is missing"),
         ],
     )  # fmt: skip

@@ -173,9 +173,11 @@ def test_a_root_path_is_served_with_the_prefix_and_without_and_keys_hold_for_bot
         assert live.client.get(f"{prefix}/metrics").status_code == 401
         answer = live.post(f"{prefix}/v1/completions", {"prompt": "abc", "max_tokens": 1}, headers=key)
         assert answer.status_code == 200
-    for path in ("/llm/v1/models", "/llm/av1/models", "/llm/a/llm/a/v1/models", "/llm/a", "/llm/a/", "/llm/a/nothing"):
+    for path in ("/llm/v1/models", "/llm/av1/models", "/llm/a/llm/a/v1/models", "/llm/a/nothing"):
         assert live.client.get(path).status_code == 401
         assert live.client.get(path, headers=key).status_code == 404
+    assert live.client.get("/llm/a").headers["location"] == "a/"  # the page, which needs no key
+    assert live.client.get("/llm/a/").text == live.client.get("/").text
     for path in ("/llm/a/health/../v1/models", "/llm/a//v1/models", "/health/v1/models", "//llm/a/v1/models"):
         assert live.client.get(live.url + path).status_code == 401
     assert live.client.get("/openapi.json", headers=key).json()["servers"] == [{"url": "/llm/a"}]

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from quire import LLM, Logprob, SamplingParams
+from quire.errors import ValidationError
 from quire.messages.outputs import RequestOutput
 from quire.models.llama import LlamaForCausalLM
 from quire.worker import logprobs
@@ -37,6 +38,10 @@ def check(report: dict[int, Logprob], token: int, row: torch.Tensor, count: int,
     assert next(iter(report)) == token
     best = row.argsort(descending=True)[:count].tolist()
     assert set(report) == {token, *best}
+    check_values(report, row, llm)
+
+
+def check_values(report: dict[int, Logprob], row: torch.Tensor, llm: LLM) -> None:
     ranks = row.argsort(descending=True).tolist()
     for entry, logprob in report.items():
         assert math.isclose(logprob.logprob, float(row[entry]), abs_tol=2e-4)
@@ -76,6 +81,39 @@ def test_logprobs_of_drawn_tokens(llm: LLM, reference: Any, count: int, temperat
     )  # fmt: skip
     for output in llm.generate([PROMPT, [9]], params, use_tqdm=False):
         check_output(output, reference, count, llm)
+
+
+@pytest.mark.parametrize("spec", [None, {"method": "ngram", "num_speculative_tokens": 3}], ids=["plain", "drafts"])
+def test_logprobs_of_requested_tokens(make_llm: Any, reference: Any, spec: dict[str, Any] | None) -> None:
+    """Rows that ask for different ids, for the likeliest and for none share steps."""
+    llm = make_llm(speculative_config=spec)
+    lists = [[3, 90, 41], [7], None, [3, 90, 41], list(range(60))]
+    asked = [
+        SamplingParams(temperature=0.9, seed=i, max_tokens=8, ignore_eos=True, logprob_token_ids=ids, top_k=30)
+        for i, ids in enumerate(lists)
+    ]
+    asked.append(SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=4))
+    outputs = llm.generate([PROMPT[i:20] for i in range(len(asked))], asked, use_tqdm=False)
+    check_output(outputs.pop(), reference, 4, llm)
+    for output, ids in zip(outputs, lists, strict=True):
+        (sample,) = output.outputs
+        if ids is None:
+            assert sample.logprobs is None
+            continue
+        assert sample.logprobs is not None and len(sample.logprobs) == 8
+        whole = output.prompt_token_ids + list(sample.token_ids)
+        rows = scores(reference, whole)[len(output.prompt_token_ids) - 1 :]
+        for report, token, row in zip(sample.logprobs, sample.token_ids, rows[:8], strict=True):
+            assert list(report) == [token, *(other for other in ids if other != token)]
+            check_values(report, row, llm)
+
+
+def test_impossible_logprob_token_ids(llm: LLM) -> None:
+    for ids, more in (([1, 1], {}), (list(range(129)), {}), ([-1], {}), ("12", {}), ([1, 2], {"logprobs": 1})):
+        with pytest.raises(ValidationError, match="logprob"):
+            SamplingParams(logprob_token_ids=ids, **more)
+    with pytest.raises(ValidationError, match="outside the vocabulary"):
+        llm.generate(["a"], SamplingParams(logprob_token_ids=[TINY_VOCAB]), use_tqdm=False)
 
 
 def test_the_whole_vocabulary(make_llm: Any, reference: Any) -> None:

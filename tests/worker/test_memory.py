@@ -17,6 +17,7 @@ from quire.errors import CacheTooSmallError, ModelTooLargeError
 from quire.executor import local as workers
 from quire.loading.hub import resolve
 from quire.loading.model_config import read_model_config
+from quire.messages.media import EncoderLimits
 from quire.messages.speculation import DeviceDrafts
 from quire.platforms.cpu import CpuPlatform
 from quire.worker.memory import KEPT_FREE, MemoryNeeds, gib, profile_activations
@@ -214,6 +215,7 @@ def test_the_table_is_logged_on_a_gpu(
         reads_groups = False
         mover = None
         drafts = DeviceDrafts()
+        limits = EncoderLimits()
         phases: ClassVar[dict[str, float]] = {"weights": 1.25}
 
         def __init__(self, *arguments: Any, **more: Any) -> None:

@@ -40,7 +40,7 @@ class Stages:
         self.needs, self.reads_groups, self.phases = (
             self._stages[0].needs, self._stages[0].reads_groups, self._stages[0].phases
         )  # fmt: skip
-        self.mover, self.drafts = None, self._stages[1].drafts
+        self.mover, self.drafts, self.limits = None, self._stages[1].drafts, self._stages[0].limits
 
     def make_cache(self, num_blocks: int) -> None:
         for stage in self._stages:

@@ -75,7 +75,7 @@ def test_steps_that_are_not_captured() -> None:
 
 def test_a_rare_shape_runs_in_a_larger_one() -> None:
     """A graph is captured at once if no larger one is there, otherwise when the shape has come up often enough."""
-    batch: Any = SimpleNamespace(max_rows=8, stop_ids=None, pad_row=8)
+    batch: Any = SimpleNamespace(max_rows=8, stop_ids=None, pad_row=8, adapters=None)
     path = cuda_graphs.CapturedVerifyPath(None, batch, None, True, [1, 2, 4, 8])  # type: ignore[arg-type]
     large, small = decode_plan([4] * 7 + [3]), decode_plan([2] * 4)
     whole = path.fit(large)

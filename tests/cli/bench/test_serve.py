@@ -120,6 +120,16 @@ def test_what_is_sent(bench, monkeypatch):
     assert len(second.body["messages"][0]["content"].split()) == 128
 
 
+def test_adapters_are_drawn_at_random(bench):
+    drawn = []
+    for seed in (1, 1, 2):
+        with running() as stub:
+            bench(stub, *flags(f"--num-prompts 30 --warmup 0 --output-len 1 --lora-modules a b c --seed {seed}"))
+            drawn.append(sorted(each.body["model"] for each in stub.seen))
+    assert set(drawn[0]) == {"a", "b", "c"}
+    assert drawn[0] == drawn[1] != drawn[2]
+
+
 def test_the_role_of_a_chat_response_is_not_its_first_token(bench, stubs):
     with stubs(first=0.1) as stub:
         _, found = bench(stub, *flags("--backend openai-chat --num-prompts 3 --warmup 0"))
