@@ -58,7 +58,7 @@ if sys.argv[1] == "fork":
     assert same and os.waitpid(child, 0)[1] == 0
 elif sys.argv[1] == "daemon" and ops.is_native:
     # A thread that computes until the interpreter is gone. It calls the kernel and nothing of torch: at its exit Python
-    # ends daemon threads that ask for its lock, and one that asks inside torch aborts the process, whatever it computes.
+    # ends daemon threads that ask for its lock, and one that asks inside torch aborts the process.
     run, pack = ops._linear[torch.float32]
     out = torch.empty(20, 960)
     for tensor in (x, weight, out):  # the thread's last call may outlive the module that holds them
