@@ -160,7 +160,10 @@ struct Tile {
     INLINE void add_span(int64_t span, Scaling by) {
         bytes fours[kFours];
         const int64_t at = strip * (p.k / kSpan) + span;
-        unpack_span<K>(p.weight.codes + at * K::kLow * kVector + lane * 4,
+        const uint8_t* codes = p.weight.codes + at * K::kLow * kVector;
+        if constexpr (beside == 1)
+            if (!lane) prefetch_codes<K::kLow * kVector>(codes);  // the strip's other lanes read the same lines
+        unpack_span<K>(codes + lane * 4,
                        K::kHigh ? p.weight.high + at * K::kHigh * kVector + lane * 4 : nullptr, fours);
         UNROLL
         for (int i = 0; i < kGroups; i++) {
@@ -219,8 +222,8 @@ void product_of(const Product<T>& p) {
         round_row<K, beside>(p.x + row * p.x_stride, row, p.k, x);
     });
     const int64_t strips = (p.n + kStrip - 1) / kStrip, strip_bytes = kStrip * p.k * (K::kLow + K::kHigh) / 8;
-    share_items(strips, strips_at_once(strips, strip_bytes, p.threads), p.threads, p.rows * p.n * p.k > kWorthSharing,
-                [&](int64_t strip) {
+    share_items(strips, strips_at_once(strips, strip_bytes, p.rows, p.threads), p.threads,
+                p.rows * p.n * p.k > kWorthSharing, [&](int64_t strip) {
                     for (int64_t m = 0; m < p.rows; m += kTile)
                         for (int64_t part = 0; part < kParts; part++)
                             Tile<K, T, beside>{p, x, strip, part * kLanes, m, std::min(kTile, p.rows - m)}.run();

@@ -50,7 +50,9 @@ constexpr int64_t kVector = kStrip * 4;              // bytes
 constexpr int64_t kParts = kStrip / kLanes;          // registers that a strip's vector takes
 constexpr int64_t kTile = 32;                        // rows of x: their sums stay in L1
 constexpr int kAtOnce = kRegisters == 32 ? 8 : 4;    // of them, whose sums are in registers
-constexpr int64_t kPieceBytes = 48 * 1024;           // of weight that a thread takes at a time
+constexpr int64_t kPieceBytes = 48 * 1024;           // of weight that a thread takes at a time, at least
+constexpr int64_t kStreamBytes = 1024 * 1024;        // the same times rows of x: few rows wait for memory, see below
+constexpr int64_t kAhead = 4096;                     // bytes of codes that are asked for before they are needed
 constexpr int64_t kWorthSharing = 512 * 1024;        // multiply-adds: fewer take less time than waking a thread
 constexpr int64_t kWorthRounding = 64 * 1024;        // numbers of x: the same
 constexpr int64_t kStripKinds = 16;                  // kinds from here on are those of strips.cpp
@@ -184,10 +186,21 @@ INLINE void by_count(int64_t rows, const Visit& visit) {
     if (m < rows) visit(std::integral_constant<int, 1>{}, m);
 }
 
-// Strips that a thread takes at a time.
-INLINE int64_t strips_at_once(int64_t strips, int64_t strip_bytes, int64_t threads) {
-    const int64_t fair = strips / (threads * 8), worth = std::max<int64_t>(1, kPieceBytes / strip_bytes);
+// Strips that a thread takes at a time. With few rows a product waits for memory, and the hardware's prefetching begins
+// anew with every piece: pieces of 48 KiB reach 80 % of the speed of reading, of 1 MiB 93 %. More rows compute longer on
+// a piece, and smaller ones end together.
+INLINE int64_t strips_at_once(int64_t strips, int64_t strip_bytes, int64_t rows, int64_t threads) {
+    const int64_t piece = std::max(kPieceBytes, kStreamBytes / rows);
+    const int64_t fair = strips / (threads * 8), worth = std::max<int64_t>(1, piece / strip_bytes);
     return std::max<int64_t>(1, std::min(fair, worth));
+}
+
+// Asks for the `size` bytes of codes kAhead bytes after p. At the end of a matrix these may be of none: a prefetch never
+// faults.
+template <int64_t size>
+INLINE void prefetch_codes(const uint8_t* p) {
+    UNROLL
+    for (int64_t i = 0; i < size; i += 64) __builtin_prefetch(p + kAhead + i, 0, 2);
 }
 
 }  // namespace

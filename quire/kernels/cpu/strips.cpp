@@ -33,13 +33,13 @@ INLINE bool measure(const T* x, int64_t count, float& largest) {
     return is_number;
 }
 
-template <class T>
+template <int beside, class T>
 void round_row(const T* x, int64_t row, int64_t k, int64_t block, const X& into) {
     for (int64_t b = 0; b < k; b += block) {
         float largest;
         const bool is_number = measure(x + b, block, largest), is_zero = largest < kSmallest || !is_number;
         const float inverse = is_zero ? 0 : 127 / largest;
-        const int64_t at = x_place(row, b / block, k / block);
+        const int64_t at = x_place<beside>(row, b / block, k / block);
         // A number that is none makes every result of the row none, as it does in a product of floats.
         into.scales[at] = is_number ? (is_zero ? 0 : largest / 127) : std::numeric_limits<float>::quiet_NaN();
         int32_t sum = 0;
@@ -50,14 +50,15 @@ void round_row(const T* x, int64_t row, int64_t k, int64_t block, const X& into)
             for (int j = 0; j < kSpan; j++) rounded[j] = is_zero ? 0 : int32_t(__builtin_nearbyintf(wide[j] * inverse));
             int8_t codes[kSpan];
             for (int j = 0; j < kSpan; j++) codes[j] = int8_t(rounded[j]), sum += rounded[j];
-            for (int j = 0; j < kSpan; j += 4) std::memcpy(into.codes + 4 * x_place(row, (i + j) / 4, k / 4), codes + j, 4);
+            for (int j = 0; j < kSpan; j += 4)
+                std::memcpy(into.codes + 4 * x_place<beside>(row, (i + j) / 4, k / 4), codes + j, 4);
         }
         into.sums[at] = sum;
     }
 }
 
 // One register's rows of a strip against up to kTile rows of x.
-template <int bits, int zero, class T>
+template <int bits, int zero, int beside, class T>
 struct Tile {
     const Product<T>& p;
     const X& x;
@@ -71,17 +72,19 @@ struct Tile {
         ints sums[count][ways] = {};
         const int64_t spans = p.block / kSpan;
         const uint8_t* codes = p.weight.codes + (strip * (p.k / kSpan) + block * spans) * bits * kVector + lane * 4;
-        const int8_t* fours_of_x = x.codes + 4 * x_place(m0 + m, block * (p.block / 4), p.k / 4);
+        const int8_t* fours_of_x = x.codes + 4 * x_place<beside>(m0 + m, block * (p.block / 4), p.k / 4);
         for (int64_t span = 0; span < spans; span++) {
             bytes fours[kFours];
+            if constexpr (beside == 1)
+                if (!lane) prefetch_codes<bits * kVector>(codes + span * bits * kVector);
             unpack<bits>(codes + span * bits * kVector, fours);
             UNROLL
             for (int i = 0; i < kFours; i++)
                 UNROLL
                 for (int r = 0; r < count; r++)
-                    dot<bits>(sums[r][i % ways], fours[i], fours_of_x + ((span * kFours + i) * kAtOnce + r) * 4);
+                    dot<bits>(sums[r][i % ways], fours[i], fours_of_x + ((span * kFours + i) * beside + r) * 4);
         }
-        const int64_t at = x_place(m0 + m, block, p.k / p.block);
+        const int64_t at = x_place<beside>(m0 + m, block, p.k / p.block);
         UNROLL
         for (int r = 0; r < count; r++) {
             ints total = sums[r][0];
@@ -100,7 +103,8 @@ struct Tile {
             const vec d = F::load(scales + at);
             ints zeros = ints{} + zero;
             if constexpr (zero < 0) zeros = load_small(reinterpret_cast<const uint8_t*>(p.weight.minimum) + at);
-            by_count(rows, [&](auto count, int64_t m) FORCED { add_block<count()>(m, block, d, zeros); });
+            if constexpr (beside == 1) add_block<1>(0, block, d, zeros);
+            else by_count(rows, [&](auto count, int64_t m) FORCED { add_block<count()>(m, block, d, zeros); });
         }
         const int64_t n0 = strip * kStrip + lane, left = std::min<int64_t>(kLanes, p.n - n0);
         if (left <= 0) return;
@@ -115,24 +119,31 @@ struct Tile {
 };
 
 // `zero` below 0: every group has its own.
-template <int bits, int zero, class T>
-void product(const Product<T>& p) {
-    const int64_t blocks = p.k / p.block, padded = (p.rows + kAtOnce - 1) / kAtOnce * kAtOnce;
+template <int bits, int zero, int beside, class T>
+void product_of(const Product<T>& p) {
+    const int64_t blocks = p.k / p.block, padded = (p.rows + beside - 1) / beside * beside;
     X x;
     x.codes = reinterpret_cast<int8_t*>(strip_codes.get(padded * p.k / 4));
     x.scales = strip_scales.get(padded * 2 * blocks);
     x.sums = reinterpret_cast<int32_t*>(x.scales + padded * blocks);
     const int64_t each = std::max<int64_t>(1, 8192 / p.k);
     share_items(p.rows, each, p.threads, p.rows * p.k > kWorthRounding, [&](int64_t row) {
-        round_row(p.x + row * p.x_stride, row, p.k, p.block, x);
+        round_row<beside>(p.x + row * p.x_stride, row, p.k, p.block, x);
     });
     const int64_t strips = (p.n + kStrip - 1) / kStrip, strip_bytes = kStrip * p.k * bits / 8;
-    share_items(strips, strips_at_once(strips, strip_bytes, p.threads), p.threads, p.rows * p.n * p.k > kWorthSharing,
-                [&](int64_t strip) {
+    share_items(strips, strips_at_once(strips, strip_bytes, p.rows, p.threads), p.threads,
+                p.rows * p.n * p.k > kWorthSharing, [&](int64_t strip) {
                     for (int64_t m = 0; m < p.rows; m += kTile)
                         for (int64_t part = 0; part < kParts; part++)
-                            Tile<bits, zero, T>{p, x, strip, part * kLanes, m, std::min(kTile, p.rows - m)}.run();
+                            Tile<bits, zero, beside, T>{
+                                p, x, strip, part * kLanes, m, std::min(kTile, p.rows - m)}
+                                .run();
                 });
+}
+
+template <int bits, int zero, class T>
+void product(const Product<T>& p) {
+    p.rows == 1 ? product_of<bits, zero, 1>(p) : product_of<bits, zero, kAtOnce>(p);
 }
 
 template <class T>
