@@ -16,7 +16,7 @@ from quire.errors import CheckpointError, UnsupportedModelError
 from quire.loading.file_checkpoint import REOPEN_AFTER
 from quire.loading.gguf_config import delta_net_heads, kv_heads_of, num_layers
 from quire.loading.gguf_header import GGUFHeader, TensorInfo, block_sizes, read_header
-from quire.loading.gguf_names import NAMES, full_shape, hf_name, is_transposed, layer_of, restored, row_order
+from quire.loading.gguf_names import NAMES, full_shape, hf_name, is_transposed, layer_of, part_of, restored, row_order
 from quire.loading.weights import AnyTarget, AssemblyPart, StoredWeight
 
 # Values dequantized at a time: enough to keep threads busy, few enough that temporaries do not raise the memory peak.
@@ -49,7 +49,8 @@ class GGUFCheckpoint:
         guesses = self.header.integer(f"{family}.nextn_predict_layers", 0)
         layers = num_layers(self.header) if guesses else math.inf
         file = self._file = _MappedFile(self.header)
-        self._weights: dict[str, GGUFWeight] = {}
+        self._weights: dict[str, GGUFWeight | JoinedWeight] = {}
+        parts: dict[str, dict[int, GGUFWeight]] = {}
         for info in self.header.tensors.values():
             name = hf_name(family, info.name)
             if name is None or layer_of(info.name) >= layers:  # layers that only guess ahead
@@ -64,9 +65,19 @@ class GGUFCheckpoint:
             shape = info.shape[::-1] if flip else info.shape
             if name in self._weights:
                 raise CheckpointError(f"{path}: two tensors are {name}: one is {info.name!r}")
-            self._weights[name] = GGUFWeight(name, shape, info, order, flip, file, restored(family, info.name), columns)
+            weight = GGUFWeight(name, shape, info, order, flip, file, restored(family, info.name), columns)
+            if (part := part_of(family, info.name)) is None:
+                self._weights[name] = weight
+            else:
+                parts.setdefault(part[0], {})[part[1]] = weight
+        for name, found in parts.items():
+            if name in self._weights:  # some files have the whole tensor too
+                continue
+            if len(found) != 2:
+                raise CheckpointError(f"{path}: there is only {found.popitem()[1].info.name!r} for {name}")
+            self._weights[name] = JoinedWeight(name, (found[0], found[1]), heads if family == "deepseek2" else 0)
 
-    def __iter__(self) -> Iterator[GGUFWeight]:
+    def __iter__(self) -> Iterator[GGUFWeight | JoinedWeight]:
         return iter(self._weights.values())
 
     def __len__(self) -> int:
@@ -189,6 +200,46 @@ class GGUFWeight:
         if values.numel():
             _fill(values, raw, kind, f"{self._file.path}: tensor {self.info.name!r}")
         return values[:, within]
+
+
+@dataclass(frozen=True)
+class JoinedWeight:
+    """One tensor that a GGUF file has in two: the rows of the one, then those of the other."""
+
+    name: str
+    parts: tuple[GGUFWeight, GGUFWeight]
+    heads: int = 0
+    """If not 0, so it is for each head, and the file has the first part transposed: DeepSeek's `kv_b_proj`."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        first, second = (part.shape for part in self.parts)
+        if self.heads:
+            return (self.heads * (first[-1] + second[-2]), second[-1])
+        return (first[0] + second[0], *first[1:])
+
+    def read(self, keep: tuple[slice, ...] = ()) -> torch.Tensor:
+        """The tensor, or the part that `keep` selects; quantized tensors as float32."""
+        first, second = (part.read() for part in self.parts)
+        if not self.heads:
+            return torch.cat((first, second))[keep]
+        keys, values = (part.reshape(self.heads, -1, part.shape[-1]) for part in (first, second))
+        return torch.cat((keys.mT, values), dim=1).flatten(0, 1)[keep]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What `read` returns."""
+        return torch.promote_types(self.parts[0].dtype, self.parts[1].dtype)
+
+    @property
+    def encoding(self) -> str | None:
+        """GGUF's name of the encoding of its first part in few bits."""
+        return self.parts[0].encoding or self.parts[1].encoding
+
+    @property
+    def blocks(self) -> None:
+        """It is dequantized: there are no blocks of the whole."""
+        return None
 
 
 @dataclass(frozen=True)

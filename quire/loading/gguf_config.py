@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from quire.errors import CheckpointError, UnsupportedModelError
+from quire.loading.gguf_families import deepseek, grouped_mixture, refuse_key
 from quire.loading.gguf_header import GGUFHeader
 from quire.loading.gguf_names import NAMES, ValueHeads
 
@@ -36,10 +37,15 @@ _CLASSES = {
     "gpt-oss": ("gpt_oss", "GptOssForCausalLM"),
     "qwen35": ("qwen3_5_text", "Qwen3_5ForCausalLM"),
     "qwen35moe": ("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM"),
+    "deepseek2": ("deepseek_v3", "DeepseekV3ForCausalLM"),
+    "glm4": ("glm4", "Glm4ForCausalLM"),
+    "glm4moe": ("glm4_moe", "Glm4MoeForCausalLM"),
 }
-_MIXTURES = frozenset({"llama", "qwen2moe", "qwen3moe", "granitemoe", "lfm2moe", "gpt-oss", "qwen35moe"})
+_MIXTURES = frozenset(
+    {"llama", "qwen2moe", "qwen3moe", "granitemoe", "lfm2moe", "gpt-oss", "qwen35moe", "deepseek2", "glm4moe"}
+)
 _LAYER_NORMS = frozenset({"gpt2", "gptneox", "command-r", "cohere2", "starcoder2", "stablelm", "falcon"})
-_PARTLY_ROTATED = frozenset({"phi3", "stablelm", "qwen35", "qwen35moe"})
+_PARTLY_ROTATED = frozenset({"phi3", "stablelm", "qwen35", "qwen35moe", "glm4", "glm4moe"})
 # general.file_type of files that are not quantized.
 _DTYPES = {0: "float32", 1: "float16", 32: "bfloat16"}
 
@@ -62,11 +68,11 @@ def config_from_gguf(header: GGUFHeader) -> dict[str, Any]:
         "model_type": model_type,
         "architectures": [architecture],
         "vocab_size": _vocabulary(header, family),
-        "hidden_size": _required(header, f"{family}.embedding_length"),
+        "hidden_size": header.positive(f"{family}.embedding_length"),
         "num_hidden_layers": num_layers(header),
-        "num_attention_heads": _required(header, f"{family}.attention.head_count"),
+        "num_attention_heads": header.positive(f"{family}.attention.head_count"),
         "intermediate_size": _width(header, family),
-        "max_position_embeddings": _required(header, f"{family}.context_length"),
+        "max_position_embeddings": header.positive(f"{family}.context_length"),
         "tie_word_embeddings": "output.weight" not in header.tensors,
         "bos_token_id": header.integer("tokenizer.ggml.bos_token_id"),
         "eos_token_id": _end_tokens(header),
@@ -81,6 +87,8 @@ def config_from_gguf(header: GGUFHeader) -> dict[str, Any]:
         raw["activation_function"] = "gelu_new"
     elif family == "gptneox":
         raw |= _neox(header, raw)
+    elif family == "deepseek2":
+        raw |= deepseek(header, _rope(header, family, 0, raw["max_position_embeddings"]))
     else:
         raw |= _llama_like(header, family, raw)
         raw |= _relative(header, family, raw)
@@ -90,7 +98,7 @@ def config_from_gguf(header: GGUFHeader) -> dict[str, Any]:
 def num_layers(header: GGUFHeader) -> int:
     """Layers of the model, without those for multi-token prediction that a file may have behind them."""
     family = header.architecture
-    return _required(header, f"{family}.block_count") - header.integer(f"{family}.nextn_predict_layers", 0)
+    return header.positive(f"{family}.block_count") - header.integer(f"{family}.nextn_predict_layers", 0)
 
 
 def kv_heads_of(header: GGUFHeader, heads: int) -> list[int]:
@@ -107,7 +115,7 @@ def delta_net_heads(header: GGUFHeader) -> ValueHeads | None:
     if family not in ("qwen35", "qwen35moe"):
         return None
     keys, values, key_dim, width = (
-        _required(header, f"{family}.ssm.{name}")
+        header.positive(f"{family}.ssm.{name}")
         for name in ("group_count", "time_step_rank", "state_size", "inner_size")
     )
     return ValueHeads(keys, values, key_dim, width // values)
@@ -116,22 +124,15 @@ def delta_net_heads(header: GGUFHeader) -> ValueHeads | None:
 def _width(header: GGUFHeader, family: str) -> int:
     """Features of the MLP; those of an expert, if all layers are mixtures."""
     if header.integer(f"{family}.expert_count", 0) and not header.integer(f"{family}.feed_forward_length", 0):
-        return _required(header, f"{family}.expert_feed_forward_length")
-    return _required(header, f"{family}.feed_forward_length")
-
-
-def _required(header: GGUFHeader, key: str) -> int:
-    value = header.integer(key)
-    if value is None or value < 1:
-        raise CheckpointError(f"{header.path}: the GGUF header has {key} = {value}; a positive integer is needed")
-    return value
+        return header.positive(f"{family}.expert_feed_forward_length")
+    return header.positive(f"{family}.feed_forward_length")
 
 
 def _vocabulary(header: GGUFHeader, family: str) -> int:
     # The size of the embedding is the model's: some files pad it beyond the tokenizer's vocabulary.
     if (embedding := header.tensors.get("token_embd.weight")) is not None:
         return embedding.shape[0]
-    return _required(header, f"{family}.vocab_size")
+    return header.positive(f"{family}.vocab_size")
 
 
 def _end_tokens(header: GGUFHeader) -> int | list[int] | None:
@@ -161,7 +162,7 @@ def _llama_like(header: GGUFHeader, family: str, raw: dict[str, Any]) -> dict[st
         "mlp_bias": "blk.0.ffn_up.bias" in header.tensors,
         "rope_parameters": _rope(header, family, head_dim, raw["max_position_embeddings"]),
     }
-    if rotary != head_dim:
+    if rotary != head_dim or family in ("glm4", "glm4moe"):  # a GLM whose config does not say rotates half
         found["partial_rotary_factor"] = rotary / head_dim
     if family in _LAYER_NORMS:
         del found["rms_norm_eps"]
@@ -174,9 +175,11 @@ def _llama_like(header: GGUFHeader, family: str, raw: dict[str, Any]) -> dict[st
 
 
 def _mixture(header: GGUFHeader, family: str) -> dict[str, Any]:
+    if family == "glm4moe":
+        return grouped_mixture(header, "sigmoid")
     found: dict[str, Any] = {
-        "num_experts": _required(header, f"{family}.expert_count"),
-        "num_experts_per_tok": _required(header, f"{family}.expert_used_count"),
+        "num_experts": header.positive(f"{family}.expert_count"),
+        "num_experts_per_tok": header.positive(f"{family}.expert_used_count"),
     }
     if family == "llama":  # llama.cpp stores Mixtral as LLaMA; only the experts tell them apart
         return found | {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"]}
@@ -185,13 +188,13 @@ def _mixture(header: GGUFHeader, family: str) -> dict[str, Any]:
         return {
             "num_local_experts": found["num_experts"],
             "num_experts_per_tok": found["num_experts_per_tok"],
-            "intermediate_size": width or _required(header, "gpt-oss.feed_forward_length"),
+            "intermediate_size": width or header.positive("gpt-oss.feed_forward_length"),
         }
     if family == "granitemoe":
         if "blk.0.ffn_gate_shexp.weight" in header.tensors:
             raise UnsupportedModelError(f"{header.path}: Granite mixtures with a shared expert are not supported")
         return found
-    found["moe_intermediate_size"] = _required(header, f"{family}.expert_feed_forward_length")
+    found["moe_intermediate_size"] = header.positive(f"{family}.expert_feed_forward_length")
     found["norm_topk_prob"] = family == "qwen3moe"  # not in the file: llama.cpp has it per family
     if family == "lfm2moe":
         found |= {"norm_topk_prob": True, "num_dense_layers": header.integer("lfm2moe.leading_dense_block_count", 0)}
@@ -223,7 +226,7 @@ def _relative(header: GGUFHeader, family: str, raw: dict[str, Any]) -> dict[str,
         return {
             "norm_eps": raw["rms_norm_eps"],
             "layer_types": ["full_attention" if count else "conv" for count in counts],
-            "conv_L_cache": _required(header, f"{family}.shortconv.l_cache"),
+            "conv_L_cache": header.positive(f"{family}.shortconv.l_cache"),
             "conv_bias": "blk.0.shortconv.conv.bias" in header.tensors,
             "block_auto_adjust_ff_dim": False,
         }
@@ -233,9 +236,14 @@ def _relative(header: GGUFHeader, family: str, raw: dict[str, Any]) -> dict[str,
             "linear_num_value_heads": heads.values,
             "linear_key_head_dim": heads.key_dim,
             "linear_value_head_dim": heads.value_dim,
-            "linear_conv_kernel_dim": _required(header, f"{family}.ssm.conv_kernel"),
+            "linear_conv_kernel_dim": header.positive(f"{family}.ssm.conv_kernel"),
             "full_attention_interval": header.integer(f"{family}.full_attention_interval", 4),
         }
+    if family == "glm4":
+        refuse_key(header, "glm4.rope.dimension_sections")  # GLM-4V: Q and K are in another order
+        return {}
+    if family == "glm4moe":
+        return {"use_qk_norm": "blk.0.attn_q_norm.weight" in header.tensors}
     window = header.integer(f"{family}.attention.sliding_window", 0) or None
     if family == "gpt-oss":
         rope = raw["rope_parameters"]
@@ -354,11 +362,13 @@ def _rope(header: GGUFHeader, family: str, head_dim: int, context: int) -> dict[
     if kind == "linear" or (kind == "none" and factor not in (0, 1)):
         return {"rope_type": "linear", "rope_theta": theta, "factor": float(factor)}
     if kind == "yarn":
+        betas = {name: header.number(f"{family}.rope.scaling.yarn_{name}") for name in ("beta_fast", "beta_slow")}
         return {
             "rope_type": "yarn",
             "rope_theta": theta,
             "factor": float(factor),
             "original_max_position_embeddings": original,
+            **{name: value for name, value in betas.items() if value is not None},
         }
     if kind != "none":
         raise UnsupportedModelError(

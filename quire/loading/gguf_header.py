@@ -88,6 +88,13 @@ class GGUFHeader:
         """An integer of the metadata, or the default when it is absent."""
         return self._typed(key, int, default)
 
+    def positive(self, key: str) -> int:
+        """A positive integer of the metadata, which must be there."""
+        value: int | None = self.integer(key)
+        if value is None or value < 1:
+            raise CheckpointError(f"{self.path}: the GGUF header has {key} = {value}; a positive integer is needed")
+        return value
+
     def number(self, key: str, default: float | None = None) -> Any:
         """A number of the metadata, or the default when it is absent."""
         return self._typed(key, (int, float), default)

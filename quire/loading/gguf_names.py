@@ -4,7 +4,8 @@ GGUF files rename tensors, and for some families reorder their rows: LLaMA's Q a
 each rotary pair side by side; GPT-NeoX's and Falcon's fused QKV is stored as all Q, all K, all V; GPT-2's Conv1D
 weights are stored transposed. Only whole rows are reordered, so reading a slice of rows stays cheap; but Qwen3.5's
 value heads lie in another order in the outputs of some matrices and the inputs of one. Gemma 2's and 3's and Qwen3.5's
-norms are stored with 1 added, and the decay of delta nets as -exp(A_log).
+norms are stored with 1 added, and the decay of delta nets as -exp(A_log). DeepSeek's `kv_b_proj` is stored as its keys'
+rows, transposed for each head, and its values' rows.
 """
 
 from __future__ import annotations
@@ -154,6 +155,34 @@ _QWEN35 = _MIXTURE | {
     "blk.{}.ssm_out": "model.layers.{}.linear_attn.out_proj",
 }
 
+_SHARED = {
+    "blk.{}.ffn_gate_shexp": "model.layers.{}.mlp.shared_experts.gate_proj",
+    "blk.{}.ffn_up_shexp": "model.layers.{}.mlp.shared_experts.up_proj",
+    "blk.{}.ffn_down_shexp": "model.layers.{}.mlp.shared_experts.down_proj",
+    "blk.{}.exp_probs_b.bias": "model.layers.{}.mlp.gate.e_score_correction_bias",
+}
+
+_DEEPSEEK2 = (
+    _MIXTURE
+    | _SHARED
+    | {
+        "blk.{}.attn_q_a": "model.layers.{}.self_attn.q_a_proj",
+        "blk.{}.attn_q_a_norm": "model.layers.{}.self_attn.q_a_layernorm",
+        "blk.{}.attn_q_b": "model.layers.{}.self_attn.q_b_proj",
+        "blk.{}.attn_kv_a_mqa": "model.layers.{}.self_attn.kv_a_proj_with_mqa",
+        "blk.{}.attn_kv_a_norm": "model.layers.{}.self_attn.kv_a_layernorm",
+        "blk.{}.attn_kv_b": "model.layers.{}.self_attn.kv_b_proj",
+    }
+)
+
+_GLM4 = _LLAMA | {
+    "blk.{}.post_attention_norm": "model.layers.{}.post_self_attn_layernorm",
+    "blk.{}.ffn_up": "model.layers.{}.mlp.gate_up_proj",
+    "blk.{}.post_ffw_norm": "model.layers.{}.post_mlp_layernorm",
+}
+
+_GLM4_MIXTURE = _MIXTURE | _SHARED | {"blk.{}.post_attention_norm": "model.layers.{}.post_attention_layernorm"}
+
 NAMES: Mapping[str, Mapping[str, str]] = {
     "llama": _MIXTURE,
     "qwen2": _LLAMA,
@@ -179,7 +208,17 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     "gpt-oss": _GPT_OSS,
     "qwen35": _QWEN35,
     "qwen35moe": _QWEN35,
+    "deepseek2": _DEEPSEEK2,
+    "glm4": _GLM4,
+    "glm4moe": _GLM4_MIXTURE,
 }
+
+JOINED: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "deepseek2": {
+        "model.layers.{}.self_attn.kv_b_proj.weight": ("blk.{}.attn_k_b.weight", "blk.{}.attn_v_b.weight"),
+    },
+}
+"""Hugging Face's tensors that a file has in several, and those, in the order of their rows."""
 
 # Families whose Q and K are stored with the two halves of each rotary pair side by side.
 _PAIRED = frozenset({"llama", "granite", "granitemoe", "smollm3"})
@@ -208,6 +247,15 @@ def hf_name(architecture: str, name: str) -> str | None:
         return whole.format(number)
     found = names.get(_BLOCK.sub("blk.{}.", stem))
     return name if found is None else f"{found.format(number)}.{suffix}"
+
+
+def part_of(architecture: str, name: str) -> tuple[str, int] | None:
+    """(Hugging Face's tensor, which part of it the file's is), if a file has that tensor in several."""
+    place = _BLOCK.sub("blk.{}.", name)
+    for whole, parts in JOINED.get(architecture, {}).items():
+        if place in parts:
+            return whole.format(layer_of(name)), parts.index(place)
+    return None
 
 
 def layer_of(name: str) -> int:

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from quire.kernels.weights.superblock import KINDS
-from quire.loading.gguf import GGUFWeight
+from quire.loading.gguf import GGUFWeight, JoinedWeight
 from quire.quantization.formats.gguf import BLOCKS, PACKED_ON_CPU, GGUFFormat
 
 logger = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ class GGUFScheme:
     stacks_experts = True
     """Experts are stacked in the file; they are asked for, and read, under the names of Hugging Face's Qwen models."""
 
-    def __init__(self, checkpoint: Iterable[GGUFWeight], interleaved: bool = False) -> None:
+    def __init__(self, checkpoint: Iterable[GGUFWeight | JoinedWeight], interleaved: bool = False) -> None:
         """`interleaved`: for a CPU's products."""
         self.disagreements: list[str] = []
         self._formats: dict[str, GGUFFormat] = {}
