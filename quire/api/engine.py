@@ -233,7 +233,8 @@ class LLMEngine:
             held.views += outputs.process(outputs.ends(request_id, "error", message))[0]
         kept = self._scratch_sessions()
         self.core.shutdown()
-        self.core, self.info = make_engine(self.config, self._files, self._model)
+        ends = self.core.grammar_ends
+        self.core, self.info = make_engine(self.config, self._files, self._model, grammar_ends=ends)
         self.inputs.use(self.info)
         for session, content in kept:
             ttl = None if session.expires is None else session.expires - session.used

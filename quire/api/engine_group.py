@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
@@ -40,6 +41,8 @@ from quire.router import RoutedRequest, Router, make_routing_policy
 logger = logging.getLogger(__name__)
 
 DRAIN_POLL_SECONDS = 0.02
+GRAMMAR_NEWS_SECONDS = 60.0
+"""While requests with a grammar come, all engines are told so this often."""
 
 
 class EngineGroup:
@@ -57,6 +60,10 @@ class EngineGroup:
         self.lockstep = LockstepGroup(self.replicas) if config.steps_together else None
         """If the engines step in lockstep: all of them run, or none."""
         self._restarting = asyncio.Lock()
+        self._grammar_ends: list[int] = []
+        """The end-of-sequence tokens, if a request had a grammar…"""
+        self._grammars_told_at = -math.inf
+        """…and when the engines were told."""
         self.affinity = SessionAffinity(self, config.kv_disk is not None)
         self.recovery = RequestRecovery(self, outputs, config.max_engine_restarts)
         self.relay = Relay(self, outputs)
@@ -90,7 +97,7 @@ class EngineGroup:
         """Start the process of one engine."""
         return RemoteEngine(
             replica_config(self._config, number), self._files, self._model, self._module, number, len(self.replicas),
-            "" if self.lockstep is None else self.lockstep.rendezvous_file(number),
+            "" if self.lockstep is None else self.lockstep.rendezvous_file(number), self._grammar_ends,
         )  # fmt: skip
 
     def wait_until_ready(self) -> None:
@@ -205,8 +212,19 @@ class EngineGroup:
         if replica.router_feed is not None:
             replica.router_feed.launch(request)
         replica.add(stream, message)
+        if request.params.structured_outputs is not None:
+            self._tell_of_grammars(replica, request.eos_ids)
         if self.lockstep is not None:
             self.lockstep.wake_all()
+
+    def _tell_of_grammars(self, replica: Replica, end_ids: list[int]) -> None:
+        """The replica has got a request with a grammar: the others get ready to take it over."""
+        self._grammar_ends = end_ids
+        if time.monotonic() - self._grammars_told_at >= GRAMMAR_NEWS_SECONDS:
+            self._grammars_told_at = time.monotonic()
+            for other in self.alive:
+                if other is not replica:
+                    other.engine.send(ipc.PrepareGrammars(end_ids))
 
     def leave(self, stream: OutputStream) -> None:
         """The request's reader has left: abort it if it is unfinished."""

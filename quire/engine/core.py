@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from quire.engine.energy import EngineEnergy, NoEnergy
@@ -105,6 +105,15 @@ class EngineCore:
         if request.drawn:
             self.scheduler.requests.finish_complete(request.id)
         self._energy.arrived()
+
+    def prepare_grammars(self, end_ids: Sequence[int]) -> None:
+        """A request with a grammar may come: get ready to compile it. `end_ids`: the end-of-sequence tokens."""
+        self._grammars.prepare(end_ids)
+
+    @property
+    def grammar_ends(self) -> list[int]:
+        """The end-of-sequence tokens of requests with a grammar; empty: there has been none."""
+        return self._grammars.end_ids
 
     def abort(self, request_id: str, reason: str = "abort") -> None:
         """End a request at any moment. Its blocks are free when this returns."""

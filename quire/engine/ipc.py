@@ -37,6 +37,9 @@ class StartEngine(ChildContext, tag=True):
     """…and how many there are: they share the machine."""
     rendezvous: str = ""
     """Path of the file through which engines in lockstep find each other."""
+    grammar_ends: list[int] = msgspec.field(default_factory=list)
+    """End-of-sequence tokens of requests with a grammar; if there have been any, the engine gets ready for more while
+    it starts."""
 
 
 class Add(msgspec.Struct, tag=True):
@@ -118,6 +121,13 @@ class Wake(msgspec.Struct, tag=True):
     number: int
 
 
+class PrepareGrammars(msgspec.Struct, tag=True):
+    """Another engine has got a request with a grammar: get ready to compile one. `end_ids`: the end-of-sequence
+    tokens."""
+
+    end_ids: list[int]
+
+
 class RebalanceExperts(msgspec.Struct, tag=True):
     """Move experts to balance the load. Answered by `RebalanceReport`. Engines in lockstep all get the same number and
     move them together."""
@@ -132,7 +142,7 @@ class ShutdownEngine(msgspec.Struct, tag=True):
 
 Down = Union[
     StartEngine, Add, Abort, Finish, ResetPrefixCache, Ping, GetStats, GetMemoryMap, GetView, GetTimeline, GetBlock,
-    SessionCall, Wake, RebalanceExperts, ShutdownEngine,
+    SessionCall, Wake, PrepareGrammars, RebalanceExperts, ShutdownEngine,
 ]  # fmt: skip
 
 

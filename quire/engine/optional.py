@@ -21,6 +21,12 @@ class NoGrammars:
     def __init__(self) -> None:
         self.compile_times = Histogram(COMPILE_BOUNDS)
 
+    @property
+    def end_ids(self) -> list[int]:
+        return []
+
+    def prepare(self, end_ids: Sequence[int]) -> None: ...
+
     def add(self, source: NewRequest) -> None:
         raise ValidationError("this engine has no structured output", "structured_outputs")
 

@@ -100,6 +100,8 @@ class EngineLoop:
                 self._report_view(question, lambda: describe_block(core.scheduler, block))
             case ipc.Wake(number=number):
                 core.wake(number)
+            case ipc.PrepareGrammars(end_ids=end_ids):
+                core.prepare_grammars(end_ids)
             case ipc.RebalanceExperts(question=question, number=number):
                 self._rebalance(question, number)
             case ipc.SessionCall(question=question, op=op):
@@ -202,7 +204,8 @@ def _start(link: ipc.MessageLink, make: MakeEngine | None) -> EngineCore | None:
         config, files, model = load_context(start)
         if make is None:
             limit_to_share(config, start.replica, start.replicas)
-        default = functools.partial(_make_default, lockstep=(start.replica, start.replicas, start.rendezvous))
+        lockstep = (start.replica, start.replicas, start.rendezvous)
+        default = functools.partial(_make_default, lockstep=lockstep, grammar_ends=start.grammar_ends)
         core, info = (make or default)(config, files, model)
     except Exception as error:
         if reason := out_of_memory_reason(error) if not isinstance(error, QuireError) else "":
@@ -217,7 +220,11 @@ def _start(link: ipc.MessageLink, make: MakeEngine | None) -> EngineCore | None:
 
 
 def _make_default(
-    config: EngineConfig, files: ModelFiles, model: ModelConfig, lockstep: tuple[int, int, str] = (0, 1, "")
+    config: EngineConfig,
+    files: ModelFiles,
+    model: ModelConfig,
+    lockstep: tuple[int, int, str],
+    grammar_ends: list[int],
 ) -> tuple[EngineCore, EngineInfo]:
     from quire.distributed.lockstep import LockstepAddress
     from quire.engine.setup import make_engine
@@ -226,7 +233,7 @@ def _make_default(
 
     address = LockstepAddress(*lockstep) if config.steps_together else None
     quota = SessionQuota.of(config, SERVED).share(lockstep[1])
-    return make_engine(config, files, model, STREAM_STRETCH, address, TENANT_GRAMMARS, quota)
+    return make_engine(config, files, model, STREAM_STRETCH, address, TENANT_GRAMMARS, quota, grammar_ends)
 
 
 def _die(link: ipc.MessageLink, error: Exception) -> None:

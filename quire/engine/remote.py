@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -84,10 +84,11 @@ class RemoteEngine:
         replica: int = 0,
         replicas: int = 1,
         rendezvous: str = "",
+        grammar_ends: Sequence[int] = (),
     ) -> None:
         """Starts the process, which runs `module`, without waiting for it: call `wait_until_ready` next. `replica`: its
         number among the `replicas` that share the machine; `rendezvous`: path of the file through which engines in
-        lockstep find each other."""
+        lockstep find each other; `grammar_ends`: as in `StartEngine`."""
         self._files, self._model = files, model
         self.death = ""
         """Why it cannot be used any more; empty while it is alive."""
@@ -99,7 +100,13 @@ class RemoteEngine:
         self._exit_task: asyncio.Task[None] | None = None
         # Raises for settings that cannot be sent, before the process is started.
         start = ipc.encode(
-            ipc.StartEngine(**child_context(config, files), replica=replica, replicas=replicas, rendezvous=rendezvous)
+            ipc.StartEngine(
+                **child_context(config, files),
+                replica=replica,
+                replicas=replicas,
+                rendezvous=rendezvous,
+                grammar_ends=list(grammar_ends),
+            )
         )
         self._socket, theirs = socket.socketpair()
         self._inlet = SocketReader(self._socket)

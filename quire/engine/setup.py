@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections.abc import Sequence
 
 from quire.adapters.slots import AdapterSlots
 from quire.config import EngineConfig
@@ -68,12 +69,13 @@ def make_engine(
     lockstep: LockstepAddress | None = None,
     default_grammars: int | None = None,
     quota: SessionQuota | None = None,
+    grammar_ends: Sequence[int] = (),
 ) -> tuple[EngineCore, EngineInfo]:
     """Load the model, size the cache, and assemble the loop.
 
     `default_stretch`, `default_grammars`: `max_step_stretch` and `max_tenant_grammars` if the configuration leaves them
     unset. `lockstep`: this engine among those that share the experts. `quota`: what each tenant's sessions may use, if
-    not as configured.
+    not as configured. `grammar_ends`: the end-of-sequence tokens if requests with a grammar are to be expected.
     """
     begin = time.monotonic()
     backend = executor_backend(config)
@@ -87,6 +89,9 @@ def make_engine(
     longest = model_len(config, model)
     rows, tokens = budgets(config, platform, longest)
     limits = StepLimits(longest, rows, tokens)
+    most_grammars = config.max_tenant_grammars or default_grammars
+    grammars = Grammars(_fork_server_spec(config, files, model, rows), config.grammar_timeout, most_grammars)
+    grammars.prepare(grammar_ends)  # while the weights are loaded
     started = backend.start(ExecutorSpec(config, files, model, platform, limits, lockstep))
     if platform.device.type == "cpu":
         give_back_heap()  # what loading and re-laying the weights took
@@ -103,8 +108,6 @@ def make_engine(
 
     stages = config.pipeline_parallel_size
     depth = _pipeline_depth(config, platform)
-    most_grammars = config.max_tenant_grammars or default_grammars
-    grammars = Grammars(_fork_server_spec(config, files, model, rows), config.grammar_timeout, most_grammars)
     scheduler = Scheduler(
         tables, make_policy(config.scheduling_policy, config), keys, rows, tokens, config.enable_chunked_prefill,
         groups=PrefixGroups(config.block_size) if started.reads_groups else None,

@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 
 from quire import LLM, AsyncLLM, RequestOutputKind, SamplingParams, StructuredOutputsParams
+from quire.api.replica import Replica
 from quire.errors import EngineDeadError, SessionNotFoundError
 from tests.processes import children
 
@@ -173,6 +174,55 @@ async def storm(model: Path, reference: LLM, title: str, **settings: Any) -> Non
         assert llm.num_open_requests == 0 and health.unfinished == 0
         metrics = {metric.name: metric.value for metric in await llm.get_metrics()}
         assert metrics["quire:num_requests_running"] == metrics["quire:num_requests_waiting"] == 0
+
+
+NEW_FORMS = 4
+"""Streams that are open at each kill, each with a grammar that no engine has seen."""
+
+
+def test_new_grammars_at_the_other_replica(tiny_model: Path, shared_tiny: LLM) -> None:
+    """The longest pauses of two replicas: the other one has to compile the grammars of the streams that it takes
+    over. Every gap between outputs counts that begins at the dead engine and ends at the other."""
+
+    async def work() -> None:
+        rng, pauses = random.Random(1), []
+        async with AsyncLLM(tiny_model, **SETTINGS, data_parallel_size=2) as llm:
+
+            def open_at(replica: Replica) -> set[str]:
+                return {one.request_id for one in replica.streams.values()}
+
+            async def stream(number: int, begun: asyncio.Event) -> None:
+                size = 300 + number
+                form = StructuredOutputsParams(regex=f"[a-z ]{{{size}}}")
+                params = SamplingParams(temperature=1.0, seed=number, max_tokens=size, structured_outputs=form)
+                (expected,) = await asyncio.to_thread(shared_tiny.generate, [[5]], params, use_tqdm=False)
+                params.output_kind = RequestOutputKind.DELTA
+                tokens: list[int] = []
+                before, pid, name = 0.0, 0, f"s{number}"
+                async for output in llm.generate([5], params, name):
+                    now = time.monotonic()
+                    at = next((one.pid for one in llm.replicas if name in open_at(one)), 0)
+                    if pid and at not in (0, pid):
+                        pauses.append(now - before)
+                    before, pid = now, at
+                    tokens += output.outputs[0].token_ids
+                    begun.set()
+                assert tokens == list(expected.outputs[0].token_ids)
+
+            for turn in range(KILLS):
+                events = [asyncio.Event() for _ in range(NEW_FORMS)]
+                streams = [
+                    asyncio.ensure_future(stream(turn * NEW_FORMS + index, event)) for index, event in enumerate(events)
+                ]
+                await asyncio.gather(*(event.wait() for event in events))
+                os.kill(rng.choice(llm.replicas).pid, signal.SIGKILL)
+                await asyncio.gather(*streams)
+                while any(replica.death for replica in llm.replicas):
+                    await asyncio.sleep(0.01)
+        middle, worst = sorted(pauses)[len(pauses) // 2], max(pauses)
+        print(f"{KILLS} kills, {len(pauses)} pauses with a new grammar: median {middle:.2f} s, worst {worst:.2f} s")
+
+    asyncio.run(work())
 
 
 def test_engines(tiny_model: Path, shared_tiny: LLM, tmp_path: Path) -> None:

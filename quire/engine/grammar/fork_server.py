@@ -72,6 +72,11 @@ class ForkServerClient:
         with contextlib.suppress(OSError):
             self._control.send(wire.COMMAND.pack(wire.KILL, number, 0))
 
+    def stay(self) -> None:
+        """It may be needed soon: it is not to exit for being idle."""
+        with contextlib.suppress(OSError):
+            self._control.send(wire.COMMAND.pack(wire.STAY, 0, 0))
+
     def _end(self, reason: str) -> None:
         self.death = reason
         self.close()

@@ -100,6 +100,33 @@ class Grammars:
         """Seconds of successful compilations."""
         self._max_compiling = max(1, min(4, (os.cpu_count() or 1) // 2))
 
+    # Before the first request
+
+    def prepare(self, end_ids: Sequence[int]) -> None:
+        """A request with a grammar may come: start the fork server, whose vocabulary takes longer to load than most
+        grammars to compile. `end_ids`: the model's end-of-sequence tokens."""
+        if not end_ids:
+            return
+        self._set_ends(end_ids)
+        if self._fork_server is not None:
+            self._fork_server.poll()
+            if not self._fork_server.death:
+                self._fork_server.stay()
+                return
+        try:
+            self._fork_server = ForkServerClient(self._spec)
+        except OSError as error:
+            logger.warning("the grammar fork server was not started ahead of need: %s", error)
+
+    @property
+    def end_ids(self) -> list[int]:
+        """The end-of-sequence tokens of requests with a grammar; empty: there has been none."""
+        return self._spec.end_ids
+
+    def _set_ends(self, end_ids: Sequence[int]) -> None:
+        if not self._spec.end_ids:
+            self._spec = msgspec.structs.replace(self._spec, end_ids=list(end_ids))
+
     # Requests that wait for their grammar
 
     def add(self, source: NewRequest) -> None:
@@ -114,8 +141,7 @@ class Grammars:
             self._resolved.append((source.id, refusal))
             return
         self._tenants.add(source.id, source.tenant, form)
-        if not self._spec.end_ids:
-            self._spec = msgspec.structs.replace(self._spec, end_ids=source.eos_ids)
+        self._set_ends(source.eos_ids)
         matcher = self._matchers.get(form)
         if matcher is not None and matcher.is_compiled:
             matcher.read()  # it may have exited while idle
@@ -162,7 +188,8 @@ class Grammars:
         matchers = {matcher for matcher in self._waiting.values() if matcher.is_open and matcher.is_started}
         matchers |= {sequence.matcher for sequence in self._late.values() if sequence.matcher.is_open}
         files = [*wakes, *(matcher.fileno() for matcher in matchers)]
-        if self._fork_server is not None and not self._fork_server.death and not self._fork_server.is_ready:
+        loading = self._fork_server is not None and not self._fork_server.death and not self._fork_server.is_ready
+        if loading and self._waiting:
             files.append(self._fork_server.fileno())
         for matcher in matchers:
             if matcher.pid and not matcher.is_compiled:

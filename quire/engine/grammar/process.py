@@ -35,6 +35,8 @@ from quire.loading.tokenizer import load_tokenizer
 from quire.messages.structured import StructuredOutputsParams
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
     from quire.engine.grammar.xgrammar_backend import GrammarSequence, GrammarVocabulary
 
 IDLE_SECONDS = 600.0
@@ -81,7 +83,7 @@ class ForkServer:
         command, number, length = wire.COMMAND.unpack(data)
         if command == wire.START:
             self._start(number, length, *files)
-        elif number in self._pids:
+        elif command == wire.KILL and number in self._pids:
             os.kill(self._pids[number], signal.SIGKILL)
         return True
 
@@ -235,7 +237,8 @@ def main() -> int:
     ignore_signals()
     control = socket.socket(fileno=int(sys.argv[1]))
     control.set_inheritable(False)
-    spec = msgspec.msgpack.decode(control.recv(wire.MESSAGE_BYTES), type=wire.ForkServerSpec)
+    # Left in the socket until the vocabulary is loaded: `_start_again` reads it once more.
+    spec = msgspec.msgpack.decode(control.recv(wire.MESSAGE_BYTES, socket.MSG_PEEK), type=wire.ForkServerSpec)
     watch = _Watch(control)
     try:
         tokenizer = load_tokenizer(
@@ -244,10 +247,8 @@ def main() -> int:
             revision=spec.revision,
             spares_torch=True,
         )
-        with _without_torch():  # before the forks
-            from quire.engine.grammar.xgrammar_backend import GrammarVocabulary
-
-        vocabulary = GrammarVocabulary(spec, tokenizer)
+        vocabulary = _load_vocabulary(spec, tokenizer, control)
+        control.recv(wire.MESSAGE_BYTES)
     except Exception as error:
         control.sendall(f"{type(error).__name__}: {error}".encode()[: wire.MESSAGE_BYTES])
         return 1
@@ -262,13 +263,40 @@ def main() -> int:
     return 0
 
 
+WITH_TORCH = "with-torch"
+"""The argument of a fork server whose xgrammar needs torch."""
+
+
+def _load_vocabulary(
+    spec: wire.ForkServerSpec, tokenizer: PreTrainedTokenizerFast, control: socket.socket
+) -> GrammarVocabulary:
+    """The vocabulary, loaded before the forks. Torch stays out of this process if xgrammar works without it: half of
+    the start time, and more than half of the memory."""
+    if "torch" in sys.modules or WITH_TORCH in sys.argv:
+        return _try_vocabulary(spec, tokenizer)
+    try:
+        with _torch_stand_in():
+            return _try_vocabulary(spec, tokenizer)
+    except Exception:  # this xgrammar needs more of torch, or fails with it too
+        _start_again(control)
+
+
+def _try_vocabulary(spec: wire.ForkServerSpec, tokenizer: PreTrainedTokenizerFast) -> GrammarVocabulary:
+    """Load the vocabulary, and make a mask with it as matchers do: what the library lacks shows here."""
+    from quire.engine.grammar.xgrammar_backend import GrammarSequence, GrammarVocabulary, compile_form
+
+    vocabulary = GrammarVocabulary(spec, tokenizer)
+    form = StructuredOutputsParams(regex="a*")
+    sequence = GrammarSequence(
+        compile_form(vocabulary.compiler, form), spec.end_ids, [], 0, FreePart(form, vocabulary.bytes), vocabulary.bytes
+    )
+    sequence.fill(np.empty(-(-spec.vocab_size // 32), np.int32))
+    return vocabulary
+
+
 @contextlib.contextmanager
-def _without_torch() -> Iterator[None]:
-    """Import xgrammar without torch, which it needs only to apply masks: half of the start time, and more than
-    half of its memory. Does nothing if torch is imported already."""
-    if "torch" in sys.modules:
-        yield
-        return
+def _torch_stand_in() -> Iterator[None]:
+    """A module in torch's place with the few names that xgrammar needs unless it applies masks."""
     sys.modules["torch"] = None  # type: ignore[assignment] # makes `import torch` fail, which tvm_ffi allows for
     try:
         import tvm_ffi  # noqa: F401
@@ -280,6 +308,12 @@ def _without_torch() -> Iterator[None]:
         yield
     finally:
         del sys.modules["torch"]
+
+
+def _start_again(control: socket.socket) -> NoReturn:
+    """Run this program anew with the real torch: its libraries cannot be imported twice."""
+    control.set_inheritable(True)
+    os.execv(sys.executable, [sys.executable, "-m", "quire.engine.grammar.process", sys.argv[1], WITH_TORCH])
 
 
 class _Watch:

@@ -41,9 +41,10 @@ READY = b"ready"
 
 COMMAND = struct.Struct("<cII")
 """To the fork server: START with a matcher's number and the length of its form, its socket and memory attached; or KILL
-with a number."""
+with a number; or STAY, which only starts its idle time anew."""
 START = b"S"
 KILL = b"K"
+STAY = b"Y"
 
 
 class Op(enum.IntEnum):
