@@ -14,7 +14,7 @@ from quire import vllm_arguments
 from quire.api.fill_in_middle import FillInMiddle
 from quire.api.media_inputs import MediaInputs, sources_of
 from quire.api.pooling import PoolingInputs
-from quire.api.prompt_embeds import embeds_prompt
+from quire.api.prompt_embeds import check_embeds_are_on, embeds_prompt, sent_embeds
 from quire.api.text_encoding import TextEncoder, encode_text
 from quire.config import EngineConfig
 from quire.errors import CacheTooSmallError, ValidationError
@@ -361,6 +361,11 @@ class InputProcessor:
     ) -> Prepared:
         """The same with the images of the chat; `encode`: tokenizes instead."""
         return self.media.prepare(text, sources, kwargs, encode or self.encode_chat, self._info.max_model_len)
+
+    def sent_embeds(self, given: str) -> Prepared:
+        """A prompt of embeddings in base64, as a stranger sent it."""
+        check_embeds_are_on(self._takes_embeds)
+        return sent_embeds(given, self._info.max_model_len, self._info.model.hidden_size)
 
     def session_prompt(self, tokens: list[int], items: Sequence[MediaItem]) -> PromptType:
         """The prompt of a session's turn: the engine knows where its images are. `items`: those whose pixels are

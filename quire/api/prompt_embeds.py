@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 from blake3 import blake3
 
 from quire.errors import ValidationError
+from quire.loading.saved_tensor import OVERHEAD_BYTES, read_tensor
 from quire.messages.media import EMBEDS, VALUES, MediaItem, Span
 from quire.vision.processor import Prepared
 
@@ -42,12 +44,40 @@ def prepare_embeds(given: Any, hidden_size: int) -> Prepared:
     return Prepared([0] * len(values), [item], [Span(0, len(values), 0)])
 
 
-def embeds_prompt(prompt: Mapping[str, Any], hidden_size: int, is_on: bool) -> dict[str, Any]:
-    """A prompt that is given as {"prompt_embeds": …}, as one of token ids with its embeddings prepared."""
+def sent_embeds(given: str, max_model_len: int, hidden_size: int) -> Prepared:
+    """The same of a tensor that torch.save wrote, in base64, from a stranger: bounded before it is decoded."""
+    longest = longest_embeds(max_model_len, hidden_size)
+    if len(given) * 3 // 4 > longest:
+        raise ValidationError(
+            f"prompt_embeds have {len(given)} characters of base64; a prompt of {max_model_len} tokens, the maximum "
+            f"context length, has at most {longest * 4 // 3}",
+            "prompt_embeds",
+        )
+    try:
+        data = base64.b64decode(given, validate=True)
+    except ValueError:  # also of characters that are not ASCII
+        raise ValidationError("prompt_embeds are not valid base64", "prompt_embeds") from None
+    return prepare_embeds(read_tensor(data, "prompt_embeds", max_model_len, hidden_size), hidden_size)
+
+
+def longest_embeds(max_model_len: int, hidden_size: int) -> int:
+    """Bytes of the largest prompt of embeddings."""
+    return max_model_len * hidden_size * 4 + OVERHEAD_BYTES
+
+
+def check_embeds_are_on(is_on: bool) -> None:
+    """Raise unless prompts of embeddings are taken."""
     if not is_on:
         raise ValidationError(
-            "prompt_embeds are off, because anything can be in them: start with enable_prompt_embeds", "prompt_embeds"
+            "prompt_embeds are off, because anything can be in them: start with enable_prompt_embeds "
+            "(--enable-prompt-embeds)",
+            "prompt_embeds",
         )
+
+
+def embeds_prompt(prompt: Mapping[str, Any], hidden_size: int, is_on: bool) -> dict[str, Any]:
+    """A prompt that is given as {"prompt_embeds": …}, as one of token ids with its embeddings prepared."""
+    check_embeds_are_on(is_on)
     others = {name: value for name, value in prompt.items() if name != "prompt_embeds" and value is not None}
     unknown = set(others) - {"cache_salt", "prompt"}
     if unknown:

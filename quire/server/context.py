@@ -12,6 +12,7 @@ from typing import Any
 from quire import __version__
 from quire.api.adapters import check_uses
 from quire.api.async_llm import AsyncLLM
+from quire.api.prompt_embeds import longest_embeds
 from quire.api.text_encoding import TextEncoder, longest_token
 from quire.errors import ValidationError, short_repr
 from quire.loading.model_config import read_generation_config
@@ -314,6 +315,9 @@ def _needed_reasoning_parser(llm: AsyncLLM, tokenizer: Any) -> str | None:
 
 def _longest_body(llm: AsyncLLM) -> int:
     """Default of max_body_bytes."""
-    if llm.inputs.media.processor is None:
-        return BODY_BYTES
-    return BODY_BYTES + BODY_IMAGES * llm.config.max_image_bytes * 4 // 3
+    longest = BODY_BYTES
+    if llm.inputs.media.processor is not None:
+        longest += BODY_IMAGES * llm.config.max_image_bytes * 4 // 3
+    if llm.config.enable_prompt_embeds:
+        longest += longest_embeds(llm.info.max_model_len, llm.info.model.hidden_size) * 4 // 3
+    return longest

@@ -23,6 +23,7 @@ from quire.api.async_sessions import Turn
 from quire.api.inputs import TokensPrompt
 from quire.errors import SessionBusyError
 from quire.messages.beams import BeamSearchParams
+from quire.messages.media import EMBEDS
 from quire.messages.outputs import BeamSearchOutput, RequestMetrics, RequestOutput
 from quire.messages.sampling import SamplingParams
 from quire.output.beams import as_request_output
@@ -82,7 +83,14 @@ class GenerationJob:
     @property
     def image_tokens(self) -> int:
         """Prompt tokens that stand for images and videos."""
-        return 0 if self.media is None else sum(span.length for span in self.media.spans)
+        if self.media is None:
+            return 0
+        return sum(span.length for span in self.media.spans if self.media.items[span.item].kind != EMBEDS)
+
+    @property
+    def num_images(self) -> int:
+        """Images and videos of the prompt."""
+        return 0 if self.media is None else sum(item.kind != EMBEDS for item in self.media.items)
 
 
 class DirectEvents:
@@ -156,7 +164,7 @@ class EngineRequest:
             job.params,
             job.tokens if job.text is None else job.text,
             exchange.adapters,
-            0 if job.media is None else len(job.media.items),
+            job.num_images,
             job.image_tokens,
         )
         if job.search is not None:

@@ -30,6 +30,7 @@ _AS_TEXT: dict[str, dict[str, Any]] = {
     "boolean": {"type": ["boolean", "string", "integer"], "pattern": BOOLEAN_TEXT, "minimum": 0, "maximum": 1},
 }
 _SOME_TEXT = {"type": "string", "minLength": 1}
+PROMPT_EMBEDS = [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]
 _PATH_SCHEMAS = {"session": {"type": "string", "pattern": SESSION_NAME}}
 
 
@@ -49,6 +50,8 @@ def document(context: ServerContext, routes: Sequence[Route]) -> bytes:
             _list_neutral_values(kind, components[by_kind[kind]["$ref"].rpartition("/")[2]])
     _describe_rule(components, context.config.strict_fields)
     components = _fill_in(components, _server_values(context, by_kind))
+    if not context.llm.config.enable_prompt_embeds:
+        _require(components["CompletionRequest"], "prompt")
     paths: dict[str, dict[str, Any]] = {}
     for route in routes:
         path = _PARAMETER.sub(r"{\1}", route.path)
@@ -78,6 +81,14 @@ def _describe_rule(components: dict[str, Any], is_strict: bool) -> None:
                 described["properties"][name] = {"anyOf": [given, {"type": "null"}]}
             elif given.get("type") == "null":
                 described["properties"][name] = {"enum": [None, "", [], {}], "default": None}
+
+
+def _require(schema: dict[str, Any], name: str) -> None:
+    """Describe a field with a default as required."""
+    schema["required"] = [*schema.get("required", ()), name]
+    given = schema["properties"][name]
+    given.pop("default", None)
+    given["anyOf"] = [kind for kind in given["anyOf"] if kind != {"type": "null"}]
 
 
 def _subclasses(kind: type[Body]) -> Iterator[type[Body]]:
@@ -116,6 +127,7 @@ def _server_values(context: ServerContext, schemas: dict[Any, Any]) -> dict[str,
             {"enum": [None, {}, [], ""]},
             *([{"type": "object"}] if context.config.trust_request_mm_kwargs else []),
         ],
+        "$prompt_embeds": PROMPT_EMBEDS if context.llm.config.enable_prompt_embeds else [{"enum": ["", []]}],
         "$parts": TEXT_PARTS + (IMAGE_PARTS if takes_images else []),
         "$names": [*context.names, *adapters],
         "$adapters": adapters or [""],

@@ -36,7 +36,7 @@ HINTS: Mapping[str, str] = {
     "thinking_token_budget": "leave it out",
     "mm_processor_kwargs": "they belong to chats with images",
     "media_io_kwargs": "send a video as frames",
-    "prompt_embeds": "send text or token ids",
+    "prompt_embeds": "they belong to /v1/completions",
     "repetition_detection": "use repetition_penalty or stop",
     "kv_transfer_params": "KV transfer between servers is not supported",
     "ec_transfer_params": "KV transfer between servers is not supported",
@@ -52,7 +52,9 @@ class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Refused fields, and what to use instead of each."""
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
     """Fields that are accepted only with these values, which have no effect."""
-    long_texts: ClassVar[frozenset[str]] = frozenset({"prompt", "input", "instructions", "system", "chat_template"})
+    long_texts: ClassVar[frozenset[str]] = frozenset(
+        {"prompt", "prompt_embeds", "input", "instructions", "system", "chat_template"}
+    )
     """Fields whose text may be long."""
 
     @property
@@ -220,7 +222,7 @@ def check_scheduling(timeout: float | None, priority: int | None) -> None:
         raise bad_request("priority must fit in 32 bits", "priority")
 
 
-def has_many_prompts(given: Prompt) -> bool:
+def has_many_prompts(given: Prompt | None) -> bool:
     """Whether there are so many prompts that even short ones take long."""
     return isinstance(given, list) and len(given) > FEW_PROMPTS and not isinstance(given[0], int)
 

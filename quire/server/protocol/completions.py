@@ -11,7 +11,7 @@ from quire.server.errors import bad_request
 from quire.server.protocol.chat import PromptLogprob
 from quire.server.protocol.common import RequestTimings, Usage, prompt_list
 from quire.server.protocol.sampling import GenerationFields
-from quire.server.protocol.values import Logprobs, Prompt, WithinContext
+from quire.server.protocol.values import Logprobs, Prompt, PromptEmbeds, WithinContext
 
 MAX_TOKENS = 16
 """OpenAI's default."""
@@ -20,8 +20,8 @@ MAX_TOKENS = 16
 class CompletionRequest(GenerationFields, kw_only=True):
     """The body of /v1/completions."""
 
-    prompt: Prompt
-    """Text, token ids, or a list of either."""
+    prompt: Prompt | None = None
+    """Text, token ids, or a list of either. Required without prompt_embeds."""
     max_tokens: WithinContext | None = None
     """0 with echo: score the prompt only."""
     logprobs: Logprobs | None = None
@@ -29,7 +29,8 @@ class CompletionRequest(GenerationFields, kw_only=True):
     add_special_tokens: bool | None = None
     suffix: str | None = None
     """Text after what is generated, for models that can fill in the middle."""
-    prompt_embeds: None = None
+    prompt_embeds: PromptEmbeds | None = None
+    """Prompts as embeddings, before those of `prompt`: tensors as torch.save writes them, in base64."""
 
     @property
     def client_names(self) -> Mapping[str, str]:
@@ -38,6 +39,10 @@ class CompletionRequest(GenerationFields, kw_only=True):
     def check_fields(self) -> None:
         """Check what the types cannot express; raises 400."""
         super().check_fields()
+        if self.embeds:
+            self._check_beside_embeds()
+        elif self.prompt is None:
+            raise bad_request("the body has no prompt, which is required", "prompt")
         if self.max_tokens == 0 and not self.echo:
             raise bad_request("max_tokens is 0, which needs echo: without it the response would be empty", "max_tokens")
         if self.max_tokens is not None and self.max_tokens < 0:
@@ -58,10 +63,24 @@ class CompletionRequest(GenerationFields, kw_only=True):
                 if getattr(self, name) is not None:
                     raise bad_request(f"suffix and echo cannot be combined with {name}", name)
 
+    def _check_beside_embeds(self) -> None:
+        """Refuse what needs the tokens of a prompt: embeddings have none."""
+        for name in ("echo", "prompt_logprobs", "suffix", "truncate_prompt_tokens", "session_id"):
+            if getattr(self, name) not in (None, False, ""):
+                raise bad_request(f"prompt_embeds cannot be combined with {name}", name)
+
+    @property
+    def embeds(self) -> list[str]:
+        """The prompts that are given as embeddings."""
+        given = self.prompt_embeds or []
+        return [given] if isinstance(given, str) else given
+
     @property
     def prompts(self) -> list[str | list[int]]:
-        """The prompts as a list."""
-        return prompt_list(self.prompt, "prompt")
+        """The other prompts, as a list."""
+        if self.embeds and not self.prompt:  # clients send an empty one, where the field is required
+            return []
+        return prompt_list(self.prompt or [], "prompt")
 
 
 class CompletionLogprobs(msgspec.Struct):

@@ -68,6 +68,8 @@ Prompt = Union[
     ],
 ]
 """Text, token ids, or a list of either."""
+PromptEmbeds = Annotated[Union[str, list[str]], schema(anyOf="$prompt_embeds")]
+"""Of a server that takes them."""
 
 # Chats
 

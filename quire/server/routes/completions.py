@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from msgspec import UNSET
 
 from quire.api.work_pool import check_abandoned
+from quire.messages.beams import BeamSearchParams
 from quire.messages.outputs import CompletionOutput, RequestOutput
+from quire.messages.sampling import SamplingParams
 from quire.server.context import ServerContext
 from quire.server.errors import bad_request
 from quire.server.generation import GenerationJob, UsageCounter, generate, requested_session, send_directly
@@ -32,7 +34,8 @@ async def create(context: ServerContext, exchange: Exchange) -> None:
     """Create completions of one or more prompts, streamed or not."""
     request = await exchange.read_json(CompletionRequest)
     async with exchange.interruptible(context.deadline(request.timeout)):
-        jobs = await exchange.work(prepare, context, exchange, request, is_long=has_many_prompts(request.prompt))
+        is_long = bool(request.embeds) or has_many_prompts(request.prompt)
+        jobs = await exchange.work(prepare, context, exchange, request, is_long=is_long)
         answer = CompletionAnswer(context, exchange, request, jobs)
         await (answer.stream() if request.stream else answer.send())
 
@@ -43,22 +46,22 @@ def prepare(context: ServerContext, exchange: Exchange, request: CompletionReque
     context.check_model(exchange, request.model, request.adapters)
     request.check_fields()
     exchange.set_request_id(request.request_id)
-    prompts = request.prompts
-    _check_prompt_count(context, len(prompts), request.n or 1)
+    prompts, embeds = request.prompts, request.embeds
+    _check_prompt_count(context, len(prompts) + len(embeds), request.n or 1)
     limit = MAX_TOKENS if request.max_tokens is None else request.max_tokens
     # Scoring a prompt still takes a step: its token is generated and left out of the response.
     params = sampling_params(request, context.sampling_defaults, max(1, limit), request.logprobs)
     search = beam_search_params(request, max(1, limit))
     if request.echo and request.logprobs is not None and params.prompt_logprobs is None:
         params.prompt_logprobs = request.logprobs
-    turn = requested_session(exchange, request, search)
+    turn = None if embeds else requested_session(exchange, request, search)
     if turn is not None and (len(prompts) > 1 or request.max_tokens == 0):
         raise bad_request("a session's turn has one prompt and generates at least one token", "session_id")
     if request.suffix:
         if not context.llm.inputs.fill_in_middle.is_supported:
             raise bad_request(context.llm.inputs.fill_in_middle.refusal(context.names[0]), "suffix")
         context.llm.inputs.end_middle(params)
-    jobs = []
+    jobs = [_embeds_job(context, request, given, limit, params, search) for given in embeds]
     from_start = request.truncation_side == "right"
     for prompt in prompts:
         check_abandoned()
@@ -77,6 +80,23 @@ def prepare(context: ServerContext, exchange: Exchange, request: CompletionReque
         job.is_turn_optional = turn is not None and request.session_id is None
         jobs.append(job)
     return jobs
+
+
+def _embeds_job(
+    context: ServerContext,
+    request: CompletionRequest,
+    given: str,
+    limit: int,
+    params: SamplingParams,
+    search: BeamSearchParams | None,
+) -> GenerationJob:
+    """The job of a prompt that is given as embeddings."""
+    check_abandoned()
+    prepared = context.llm.inputs.sent_embeds(given)
+    context.check_length(len(prepared.tokens), limit)
+    job = GenerationJob(prepared.tokens, params, None, request.priority or 0, request.cache_salt, search)
+    job.media = prepared
+    return job
 
 
 def _fill_in_middle(
