@@ -323,6 +323,16 @@ def test_a_tool_call_suspends_the_session_until_the_result_arrives(sessions: Liv
     assert sessions.client.get("/v1/sessions/s").json()["status"] == "idle"
 
 
+def test_a_tool_without_a_name_is_refused(sessions: Live) -> None:
+    body = {"input": [{"role": "user", "content": "go"}], "tools": [{"type": "function", "function": {"name": ""}}]}
+    refused = sessions.post("/v1/sessions", {"id": "s", **body})
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "tools", refused.text
+    assert sessions.client.get("/v1/sessions/s").status_code == 404
+    sessions.post("/v1/sessions", {"id": "s"})
+    assert sessions.post("/v1/sessions/s/append", body).status_code == 400
+    sessions.client.delete("/v1/sessions/s")
+
+
 def test_a_killed_engine_loses_no_session(
     tiny_model: Path, tmp_path: Path, uninterrupted: tuple[list[int], list[int]]
 ) -> None:

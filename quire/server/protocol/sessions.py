@@ -56,6 +56,8 @@ class AppendFields(Body):
         """Check what the types cannot express; raises 400."""
         check_free_form("chat_template_kwargs", self.chat_template_kwargs)
         check_free_form("tools", *(tool.function.parameters for tool in self.tools or ()))
+        if not all(tool.function.name for tool in self.tools or ()):
+            raise bad_request("a tool has an empty name", "tools")
 
 
 class SessionCreateRequest(AppendFields):
