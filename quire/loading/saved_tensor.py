@@ -88,6 +88,7 @@ def _described(pickled: bytes, field: str) -> tuple[Any, ...]:
     """The arguments of the one call that makes a dense tensor."""
     stack: list[Any] = []
     memo: dict[int, Any] = {}
+    argument: Any
     for opcode, argument, _ in pickletools.genops(pickled):
         name = opcode.name
         if name in ("PROTO", "STOP"):
@@ -99,9 +100,9 @@ def _described(pickled: bytes, field: str) -> tuple[Any, ...]:
         elif name == "MARK":
             stack.append(_MARK)
         elif name in ("BINPUT", "LONG_BINPUT"):
-            memo[int(argument)] = stack[-1]  # type: ignore[call-overload]
+            memo[int(argument)] = stack[-1]
         elif name in ("BINGET", "LONG_BINGET"):
-            stack.append(memo[int(argument)])  # type: ignore[call-overload]
+            stack.append(memo[int(argument)])
         elif name in ("BINUNICODE", "BININT", "BININT1", "BININT2", "LONG1"):
             stack.append(argument)
         elif name in ("NEWTRUE", "NEWFALSE"):
