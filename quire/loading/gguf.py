@@ -52,13 +52,21 @@ class GGUFCheckpoint:
         self._weights: dict[str, GGUFWeight | JoinedWeight] = {}
         parts: dict[str, dict[int, GGUFWeight]] = {}
         for info in self.header.tensors.values():
+            splits = delta_net.split(info.name) if delta_net is not None and family == "qwen3next" else {}
+            for own, rows in splits.items() if layer_of(info.name) < layers else ():
+                if info.shape[0] != sum(map(len, splits.values())):
+                    raise CheckpointError(f"{path}: {info.name!r} has {info.shape[0]} rows, not those of its heads")
+                name = str(hf_name(family, own))
+                self._weights[name] = GGUFWeight(name, (len(rows), info.shape[1]), info, rows, False, file)
+            if splits:
+                continue
             name = hf_name(family, info.name)
             if name is None or layer_of(info.name) >= layers:  # layers that only guess ahead
                 continue
             flip = is_transposed(family, info.name)
             order = row_order(family, info.name, info.shape[0], heads, kv_heads)
             columns = None
-            if delta_net is not None:
+            if delta_net is not None and family != "qwen3next":
                 order = delta_net.output_order(info.name, info.shape[0])
                 columns = delta_net.input_order(info.name)
             info = replace(info, shape=full_shape(info.name, info.shape))
@@ -237,16 +245,32 @@ class JoinedWeight:
         return self.parts[0].encoding or self.parts[1].encoding
 
     @property
-    def blocks(self) -> None:
-        """It is dequantized: there are no blocks of the whole."""
-        return None
+    def info(self) -> TensorInfo:
+        """The first part's: it has the encoding of the whole, where there are blocks of it."""
+        return self.parts[0].info
+
+    @property
+    def blocks(self) -> GGUFBlocks | None:
+        """The tensor as the file's blocks, if all its rows have one encoding."""
+        first, second = self.parts
+        is_one = first.info.kind == second.info.kind and first.blocks is not None and second.blocks is not None
+        return GGUFBlocks(self) if is_one and not self.heads else None
+
+    def forms_for(self, targets: Mapping[str, Sequence[AnyTarget]]) -> Sequence[StoredWeight]:
+        """As blocks if the model's targets need them so; otherwise as it is, to be dequantized."""
+        blocks = self.blocks
+        return [self] if blocks is None or not blocks.fills(targets) else [blocks]
+
+    def _rows(self, keep: tuple[slice, ...]) -> np.ndarray:
+        """The kept rows, still quantized: [..., bytes]."""
+        return np.concatenate([part._rows((slice(None),)) for part in self.parts])[keep]
 
 
 @dataclass(frozen=True)
 class GGUFBlocks:
     """A tensor in few bits as its blocks: bytes [..., rows, bytes of a row], rows in Hugging Face's order."""
 
-    weight: GGUFWeight
+    weight: GGUFWeight | JoinedWeight
     expert: int | None = None
     """One matrix of a stack, under the name it has where experts are stored one by one."""
 

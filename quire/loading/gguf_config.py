@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from quire.errors import CheckpointError, UnsupportedModelError
-from quire.loading.gguf_families import deepseek, grouped_mixture, refuse_key
+from quire.loading.gguf_families import deepseek, granite_hybrid, grouped_mixture, recurrent_layers, refuse_key
 from quire.loading.gguf_header import GGUFHeader
 from quire.loading.gguf_names import NAMES, ValueHeads
 
@@ -40,12 +40,15 @@ _CLASSES = {
     "deepseek2": ("deepseek_v3", "DeepseekV3ForCausalLM"),
     "glm4": ("glm4", "Glm4ForCausalLM"),
     "glm4moe": ("glm4_moe", "Glm4MoeForCausalLM"),
+    "granitehybrid": ("granitemoehybrid", "GraniteMoeHybridForCausalLM"),
+    "qwen3next": ("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM"),
 }
 _MIXTURES = frozenset(
     {"llama", "qwen2moe", "qwen3moe", "granitemoe", "lfm2moe", "gpt-oss", "qwen35moe", "deepseek2", "glm4moe"}
+    | {"granitehybrid", "qwen3next"}
 )
 _LAYER_NORMS = frozenset({"gpt2", "gptneox", "command-r", "cohere2", "starcoder2", "stablelm", "falcon"})
-_PARTLY_ROTATED = frozenset({"phi3", "stablelm", "qwen35", "qwen35moe", "glm4", "glm4moe"})
+_PARTLY_ROTATED = frozenset({"phi3", "stablelm", "qwen35", "qwen35moe", "qwen3next", "glm4", "glm4moe"})
 # general.file_type of files that are not quantized.
 _DTYPES = {0: "float32", 1: "float16", 32: "bfloat16"}
 
@@ -112,7 +115,7 @@ def kv_heads_of(header: GGUFHeader, heads: int) -> list[int]:
 def delta_net_heads(header: GGUFHeader) -> ValueHeads | None:
     """The heads of the model's delta nets, if it has some."""
     family = header.architecture
-    if family not in ("qwen35", "qwen35moe"):
+    if family not in ("qwen35", "qwen35moe", "qwen3next"):
         return None
     keys, values, key_dim, width = (
         header.positive(f"{family}.ssm.{name}")
@@ -190,6 +193,8 @@ def _mixture(header: GGUFHeader, family: str) -> dict[str, Any]:
             "num_experts_per_tok": found["num_experts_per_tok"],
             "intermediate_size": width or header.positive("gpt-oss.feed_forward_length"),
         }
+    if family == "granitehybrid":
+        return found | {"num_local_experts": found["num_experts"]}
     if family == "granitemoe":
         if "blk.0.ffn_gate_shexp.weight" in header.tensors:
             raise UnsupportedModelError(f"{header.path}: Granite mixtures with a shared expert are not supported")
@@ -200,7 +205,7 @@ def _mixture(header: GGUFHeader, family: str) -> dict[str, Any]:
         found |= {"norm_topk_prob": True, "num_dense_layers": header.integer("lfm2moe.leading_dense_block_count", 0)}
         found["routed_scaling_factor"] = float(header.number("lfm2moe.expert_weights_scale", 1.0))
         found["use_expert_bias"] = any(name.endswith(".exp_probs_b.bias") for name in header.tensors)
-    if family == "qwen35moe":
+    if family in ("qwen35moe", "qwen3next"):
         found |= {"norm_topk_prob": True, "shared_expert_intermediate_size": _shared_width(header)}
     if family == "qwen2moe":
         found["shared_expert_intermediate_size"] = _shared_width(header)
@@ -210,7 +215,7 @@ def _mixture(header: GGUFHeader, family: str) -> dict[str, Any]:
 
 def _relative(header: GGUFHeader, family: str, raw: dict[str, Any]) -> dict[str, Any]:
     """Fields of relatives of Llama."""
-    if family in ("granite", "granitemoe"):
+    if family in ("granite", "granitemoe", "granitehybrid"):
         names = ("embedding_scale", "residual_scale", "attention.scale", "logit_scale")
         embedding, residual, attention, logits = (header.number(f"{family}.{name}", 0.0) for name in names)
         return {
@@ -218,6 +223,7 @@ def _relative(header: GGUFHeader, family: str, raw: dict[str, Any]) -> dict[str,
             "residual_multiplier": residual or 1.0,
             "attention_multiplier": attention or raw["head_dim"] ** -0.5,
             "logits_scaling": logits or 1.0,
+            **(granite_hybrid(header, kv_heads_of(header, 0)) if family == "granitehybrid" else {}),
         }
     if family in ("lfm2", "lfm2moe"):
         counts = kv_heads_of(header, 0)
@@ -238,6 +244,7 @@ def _relative(header: GGUFHeader, family: str, raw: dict[str, Any]) -> dict[str,
             "linear_value_head_dim": heads.value_dim,
             "linear_conv_kernel_dim": header.positive(f"{family}.ssm.conv_kernel"),
             "full_attention_interval": header.integer(f"{family}.full_attention_interval", 4),
+            "layer_types": recurrent_layers(header, raw["num_hidden_layers"]),
         }
     if family == "glm4":
         refuse_key(header, "glm4.rope.dimension_sections")  # GLM-4V: Q and K are in another order

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from quire.errors import UnsupportedModelError
+from quire.errors import CheckpointError, UnsupportedModelError
 from quire.loading.gguf_header import GGUFHeader
 
 _GATINGS = {1: "softmax", 2: "sigmoid"}
@@ -88,3 +89,49 @@ def grouped_mixture(header: GGUFHeader, scoring: str) -> dict[str, Any]:
         "n_group": groups,
         "topk_group": header.integer(f"{family}.expert_group_used_count", 0) or groups,
     }
+
+
+def granite_hybrid(header: GGUFHeader, kv_heads: Sequence[int]) -> dict[str, Any]:
+    """Granite 4. `kv_heads`: of each layer; 0: it has Mamba 2 in place of attention."""
+    family = header.architecture
+    layers, hidden = header.positive(f"{family}.block_count"), header.positive(f"{family}.embedding_length")
+    if len(kv_heads) != layers:
+        raise CheckpointError(f"{header.path}: {family}.attention.head_count_kv must have an entry a layer")
+    names = ("time_step_rank", "group_count", "state_size", "conv_kernel", "inner_size")
+    heads, groups, state, taps, inner = (header.positive(f"{family}.ssm.{name}") for name in names)
+    gate = header.tensors.get("blk.0.ffn_gate_shexp.weight") or header.tensors.get("blk.0.ffn_gate.weight")
+    if gate is None or inner % hidden or inner % heads:
+        raise UnsupportedModelError(
+            f"{header.path}: a GGUF file of {family!r} with {heads} Mamba heads, an inner size of {inner} and a hidden "
+            f"size of {hidden} {'without a shared MLP ' if gate is None else ''}is not supported"
+        )
+
+    def has(name: str) -> bool:
+        return any(tensor.endswith(name) for tensor in header.tensors)
+
+    return {
+        "layer_types": ["attention" if count else "mamba" for count in kv_heads],
+        # llama.cpp's switch for rope, for all its name.
+        "position_embedding_type": "rope" if header.flag(f"{family}.rope.scaling.finetuned", True) else "nope",
+        "attention_bias": has(".attn_q.bias"),
+        "shared_intermediate_size": gate.shape[0],
+        "num_local_experts": header.integer(f"{family}.expert_count", 0),
+        "mamba_n_heads": heads,
+        "mamba_n_groups": groups,
+        "mamba_d_state": state,
+        "mamba_d_conv": taps,
+        "mamba_d_head": inner // heads,
+        "mamba_expand": inner // hidden,
+        "mamba_conv_bias": has(".ssm_conv1d.bias"),
+        "mamba_proj_bias": has(".ssm_in.bias"),
+    }
+
+
+def recurrent_layers(header: GGUFHeader, layers: int) -> list[str] | None:
+    """Which layers are delta nets, if the file marks them; None: it has only their interval."""
+    marks = header.numbers(f"{header.architecture}.attention.recurrent_layers")
+    if marks is None:
+        return None
+    if len(marks) < layers:
+        raise CheckpointError(f"{header.path}: attention.recurrent_layers has {len(marks)} of {layers} layers")
+    return ["linear_attention" if mark else "full_attention" for mark in marks[:layers]]

@@ -5,13 +5,15 @@ each rotary pair side by side; GPT-NeoX's and Falcon's fused QKV is stored as al
 weights are stored transposed. Only whole rows are reordered, so reading a slice of rows stays cheap; but Qwen3.5's
 value heads lie in another order in the outputs of some matrices and the inputs of one. Gemma 2's and 3's and Qwen3.5's
 norms are stored with 1 added, and the decay of delta nets as -exp(A_log). DeepSeek's `kv_b_proj` is stored as its keys'
-rows, transposed for each head, and its values' rows.
+rows, transposed for each head, and its values' rows; the gate and up rows of Granite 4's MLPs are stored apart.
+Qwen3-Next is read as Qwen3.5, whose matrices hold the same rows.
 """
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -183,6 +185,18 @@ _GLM4 = _LLAMA | {
 
 _GLM4_MIXTURE = _MIXTURE | _SHARED | {"blk.{}.post_attention_norm": "model.layers.{}.post_attention_layernorm"}
 
+_GRANITE_HYBRID = _MIXTURE | {
+    "blk.{}.ffn_down": "model.layers.{}.shared_mlp.output_linear",
+    "blk.{}.ffn_down_shexp": "model.layers.{}.shared_mlp.output_linear",
+    "blk.{}.ssm_in": "model.layers.{}.mamba.in_proj",
+    "blk.{}.ssm_conv1d": "model.layers.{}.mamba.conv1d",
+    "blk.{}.ssm_dt.bias": "model.layers.{}.mamba.dt_bias",
+    "blk.{}.ssm_a": "model.layers.{}.mamba.A_log",
+    "blk.{}.ssm_d": "model.layers.{}.mamba.D",
+    "blk.{}.ssm_norm": "model.layers.{}.mamba.norm",
+    "blk.{}.ssm_out": "model.layers.{}.mamba.out_proj",
+}
+
 NAMES: Mapping[str, Mapping[str, str]] = {
     "llama": _MIXTURE,
     "qwen2": _LLAMA,
@@ -211,19 +225,26 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     "deepseek2": _DEEPSEEK2,
     "glm4": _GLM4,
     "glm4moe": _GLM4_MIXTURE,
+    "granitehybrid": _GRANITE_HYBRID,
+    "qwen3next": _QWEN35,
 }
 
-JOINED: Mapping[str, Mapping[str, tuple[str, ...]]] = {
-    "deepseek2": {
-        "model.layers.{}.self_attn.kv_b_proj.weight": ("blk.{}.attn_k_b.weight", "blk.{}.attn_v_b.weight"),
-    },
+_INPUT = "model.layers.{}.shared_mlp.input_linear.weight"
+JOINED: Mapping[str, Sequence[tuple[str, tuple[str, str]]]] = {
+    "deepseek2": [
+        ("model.layers.{}.self_attn.kv_b_proj.weight", ("blk.{}.attn_k_b.weight", "blk.{}.attn_v_b.weight")),
+    ],
+    "granitehybrid": [
+        (_INPUT, ("blk.{}.ffn_gate.weight", "blk.{}.ffn_up.weight")),
+        (_INPUT, ("blk.{}.ffn_gate_shexp.weight", "blk.{}.ffn_up_shexp.weight")),
+    ],
 }
-"""Hugging Face's tensors that a file has in several, and those, in the order of their rows."""
+"""Hugging Face's tensors that a file has in two, and those, in the order of their rows."""
 
 # Families whose Q and K are stored with the two halves of each rotary pair side by side.
-_PAIRED = frozenset({"llama", "granite", "granitemoe", "smollm3"})
+_PAIRED = frozenset({"llama", "granite", "granitemoe", "granitehybrid", "smollm3"})
 
-_CENTERED = frozenset({"gemma2", "gemma3", "qwen35", "qwen35moe"})
+_CENTERED = frozenset({"gemma2", "gemma3", "qwen35", "qwen35moe", "qwen3next"})
 """Families whose norms are stored with 1 added."""
 
 # Tables for llama.cpp's rotary embedding; the model's config has the same information.
@@ -250,9 +271,9 @@ def hf_name(architecture: str, name: str) -> str | None:
 
 
 def part_of(architecture: str, name: str) -> tuple[str, int] | None:
-    """(Hugging Face's tensor, which part of it the file's is), if a file has that tensor in several."""
+    """(Hugging Face's tensor, which part of it the file's is), if a file has that tensor in two."""
     place = _BLOCK.sub("blk.{}.", name)
-    for whole, parts in JOINED.get(architecture, {}).items():
+    for whole, parts in JOINED.get(architecture, ()):
         if place in parts:
             return whole.format(layer_of(name)), parts.index(place)
     return None
@@ -279,7 +300,9 @@ def restored(architecture: str, name: str) -> Callable[[torch.Tensor], torch.Ten
 
 
 def full_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Hugging Face's shape of a tensor that the file has with a dimension less."""
+    """Hugging Face's shape of a tensor that the file has with a dimension less or more."""
+    if re.fullmatch(r"blk\.\d+\.(ssm_a|ssm_d|ssm_norm\.weight)", name):
+        return (math.prod(shape),)
     if name.endswith(".ffn_gate_inp_shexp.weight") and len(shape) == 1:
         return (1, *shape)
     if name.endswith((".shortconv.conv.weight", ".ssm_conv1d.weight")) and len(shape) == 2:
@@ -288,8 +311,8 @@ def full_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 class ValueHeads(NamedTuple):
-    """The heads of a Qwen3.5 model's delta nets. A file has the value heads of all key heads side by side: the first of
-    each, then the second of each; Hugging Face those of one key head after the other."""
+    """The heads of a Qwen3.5 or Qwen3-Next model's delta nets. A file of Qwen3.5 has the value heads of all key heads
+    side by side: the first of each, then the second of each; Hugging Face those of one key head after the other."""
 
     keys: int
     values: int
@@ -311,6 +334,21 @@ class ValueHeads(NamedTuple):
     def input_order(self, name: str) -> np.ndarray | None:
         """The same for the columns of a matrix."""
         return self._order(self.value_dim) if re.fullmatch(r"blk\.\d+\.ssm_out\.weight", name) else None
+
+    def split(self, name: str) -> dict[str, np.ndarray]:
+        """Qwen3-Next's matrices that hold two of Qwen3.5's, by key head: for each of those its rows in the file."""
+        repeat = self.values // self.keys
+        if re.fullmatch(r"blk\.\d+\.ssm_ba\.weight", name):
+            b, a = np.split(np.arange(2 * self.values).reshape(self.keys, -1), 2, axis=1)
+            found = {"ssm_beta": b.reshape(-1), "ssm_alpha": a.reshape(-1)}
+        elif re.fullmatch(r"blk\.\d+\.ssm_in\.weight", name):
+            widths = [self.key_dim, self.key_dim, repeat * self.value_dim, repeat * self.value_dim]
+            rows = np.arange(self.keys * sum(widths)).reshape(self.keys, -1)
+            *qkv, z = (each.reshape(-1) for each in np.split(rows, np.cumsum(widths)[:-1], axis=1))
+            found = {"attn_qkv": np.concatenate(qkv), "attn_gate": z}
+        else:
+            return {}
+        return {f"blk.{layer_of(name)}.{own}.weight": order for own, order in found.items()}
 
     def _order(self, dim: int) -> np.ndarray | None:
         _divides("ssm", self.values, self.keys)
