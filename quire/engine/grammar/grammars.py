@@ -188,9 +188,9 @@ class Grammars:
         matchers = {matcher for matcher in self._waiting.values() if matcher.is_open and matcher.is_started}
         matchers |= {sequence.matcher for sequence in self._late.values() if sequence.matcher.is_open}
         files = [*wakes, *(matcher.fileno() for matcher in matchers)]
-        loading = self._fork_server is not None and not self._fork_server.death and not self._fork_server.is_ready
-        if loading and self._waiting:
-            files.append(self._fork_server.fileno())
+        server = self._fork_server
+        if self._waiting and server is not None and not server.death and not server.is_ready:
+            files.append(server.fileno())
         for matcher in matchers:
             if matcher.pid and not matcher.is_compiled:
                 seconds = min(seconds, matcher.compiling_since + self._timeout - time.monotonic())
