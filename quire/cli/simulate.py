@@ -34,6 +34,7 @@ EXAMPLES = """
   quire simulate --request-rate 20 --sweep max_num_seqs=64,128,256 --sweep max_step_stretch=1.3,1.7,inf
   quire simulate --trace conversation_trace.jsonl --replicas 8 --kill 2@100
   quire simulate --request-rate 2 --acceptance 0.8,0.7,0.6 --draft-seconds 0.0003
+  quire simulate --request-rate 20 --replicas 4 --adapters 100 --adapter-skew 1.2 --max-loras 8
   quire simulate --turns 8 --pause 30 --host-blocks 200K --tensor-parallel-size 2
 """
 MOST_REPLICAS = 4096
@@ -41,6 +42,7 @@ MOST_REPLICAS = 4096
 SWEPT: dict[str, type] = {
     "max_num_seqs": int, "max_num_batched_tokens": int, "num_blocks": int, "replicas": int, "concurrency": int,
     "scheduling_policy": str, "routing_policy": str, "max_step_stretch": float, "host_blocks": int,
+    "adapter_slots": int, "adapter_seconds": float,
 }  # fmt: skip
 
 
@@ -61,6 +63,9 @@ def configure(parser: Parser) -> None:
     load.add_argument("--turns", type=positive, default=1, metavar="N", help="turns of a conversation")
     load.add_argument("--pause", type=float, default=5.0, metavar="S", help="mean seconds between turns (default: 5)")
     load.add_argument("--tenants", type=positive, default=1, metavar="N", help="tenants that share the load")
+    load.add_argument("--adapters", type=size, default=0, metavar="N", help="LoRA adapters that requests name (none)")
+    load.add_argument("--adapter-skew", type=float, default=1.0, metavar="X",
+                      help="the k-th adapter is named in proportion to 1 / k^X (default: 1)")  # fmt: skip
     load.add_argument("--trace", metavar="FILE", help="requests of a trace (Mooncake's format) instead of these")
     load.add_argument("--trace-speed", type=float, default=1.0, metavar="X", help="replay it X times as fast")
     load.add_argument("--seed", type=int, default=0, metavar="N")
@@ -85,6 +90,10 @@ def configure(parser: Parser) -> None:
     fleet.add_argument("--rank-gbps", type=float, default=400.0, metavar="GB", help="GB/s between ranks (400)")
     fleet.add_argument("--host-blocks", type=size, default=0, metavar="N", help="KV blocks in host memory (default: 0)")
     fleet.add_argument("--host-gbps", type=float, default=50.0, metavar="GB", help="GB/s to and from it (50)")
+    fleet.add_argument("--max-loras", type=positive, default=8, metavar="N",
+                       help="adapters that a device has room for at a time (default: 8)")  # fmt: skip
+    fleet.add_argument("--adapter-seconds", type=float, default=0.1, metavar="S",
+                       help="to load an adapter, beside steps (default: 0.1, an assumption)")  # fmt: skip
     fleet.add_argument("--acceptance", metavar="R,R,…",
                        help="speculation: how often each draft is accepted if those before it are")  # fmt: skip
     fleet.add_argument("--draft-seconds", type=float, default=0.0, metavar="S",
@@ -138,11 +147,15 @@ def _read_load(args: argparse.Namespace) -> list[Conversation]:
 
     if not 0 <= args.range_ratio <= 1:
         raise ValidationError(f"--range-ratio must be from 0 to 1, got {args.range_ratio:g}")
+    if not 0 <= args.adapter_skew <= 100:
+        raise ValidationError(f"--adapter-skew must be from 0 to 100, got {args.adapter_skew:g}")
+    if args.trace and args.adapters:
+        raise ValidationError("a trace names its adapters itself, in the field `adapter`: leave out --adapters")
     if args.trace:
         return read_trace(args.trace, args.num_prompts, args.trace_speed)
     options = LoadOptions(
         args.input_len, args.output_len, args.range_ratio, args.prefix_len, args.num_prefixes, args.turns, args.pause,
-        args.tenants, args.seed,
+        args.tenants, args.seed, args.adapters, args.adapter_skew,
     )  # fmt: skip
     times = arrival_times(args.num_prompts or 1000, args.request_rate, args.burstiness, 1, args.seed)
     return draw_load(options, times)
@@ -199,6 +212,8 @@ def _options(args: argparse.Namespace, costs: CostModel) -> FleetOptions:
         restart_seconds=args.restart_seconds,
         drafts=_drafts(args),
         tunes_drafts=not args.no_draft_tuning,
+        adapter_slots=args.max_loras,
+        adapter_seconds=args.adapter_seconds,
         host_blocks=args.host_blocks,
         link=host_link(costs, 1e9 * args.host_gbps, 1e9 * args.host_gbps) if args.host_blocks else None,
     )
@@ -252,6 +267,8 @@ def _print(args: argparse.Namespace, result: SimulationResult, found: Mapping[st
     if result.drafts:
         share = 100 * result.accepted_drafts / result.drafts
         rows.append(("drafts", f"{result.drafts} verified, {share:.0f}% accepted, at the rates given"))
+    if result.has_adapters:
+        rows.append(("adapters", f"{result.adapter_loads} loads, {result.adapter_evictions} in the place of another"))
     if result.saved_blocks:
         rows.append(("host memory", f"{result.saved_blocks} blocks saved, {result.loaded_blocks} loaded"))
     if result.deaths:

@@ -1,7 +1,7 @@
 """A device that only takes time: an executor over a virtual clock, and the shapes of the steps it is given.
 
 It computes nothing, but it yields what a device would: one token a draw, or more where drafts are accepted at given
-rates, and reports of copies between its memory and the host's once these have had the time they take.
+rates, and reports of copies between its memory and the host's, and of loads of adapters, once these have had the time they take.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from quire.executor.null import NullExecutor
-from quire.messages.plan import Ints, MovesDone, StepPlan, StepResult
+from quire.messages.plan import AdapterLoaded, Ints, MovesDone, StepPlan, StepResult
 from quire.simulation.costs import CostModel, StepWork
 
 TOKEN = 7
@@ -109,8 +109,10 @@ class SimulatedDevice(NullExecutor):
         on_step: Callable[[SimulatedStep], object] = lambda step: None,
         drafts: DraftModel | None = None,
         link: HostLink | None = None,
+        adapter_seconds: float = 0.0,
     ) -> None:
-        """`drafts`: for plans that verify some. `link`: for plans that move blocks."""
+        """`drafts`: for plans that verify some. `link`: for plans that move blocks. `adapter_seconds`: to load an
+        adapter."""
         super().__init__(max_rows)
         self._costs = costs
         self._clock = clock
@@ -124,6 +126,9 @@ class SimulatedDevice(NullExecutor):
         self._link_free_at = -math.inf
         self._moving: deque[tuple[float, MovesDone]] = deque()
         """Copies under way, and when each is done."""
+        self._adapter_seconds = adapter_seconds
+        self._loading: deque[tuple[float, AdapterLoaded]] = deque()
+        """Adapters that are loaded, one after the other, and when each is done."""
         self.busy = 0.0
         """Seconds of all steps."""
 
@@ -134,6 +139,8 @@ class SimulatedDevice(NullExecutor):
         shape = self._shapes.of(plan, result.counts)
         start = max(self._clock.now, self._free_at)
         copied = self._start_copies(plan, start)
+        if plan.adapters:
+            self._start_loads(result)
         if plan.moves is not None and plan.moves.awaited:
             start = max(start, copied)
         seconds = self._costs.seconds(shape)
@@ -143,8 +150,8 @@ class SimulatedDevice(NullExecutor):
         self._free_at, end = start + seconds / stages, start + seconds
         if seconds:
             end += (stages - 1) * self._costs.hop_seconds
-        elif not len(plan.rows) and self._moving:  # it only waits for copies
-            end = max(start, self._moving[0][0])
+        elif not len(plan.rows) and (waits := [queue[0][0] for queue in (self._moving, self._loading) if queue]):
+            end = max(start, min(waits))  # it only waits for copies and loads
         self.busy += seconds / stages
         step = SimulatedStep(result, shape, start, end)
         self._on_step(step)
@@ -154,6 +161,8 @@ class SimulatedDevice(NullExecutor):
         now = self._clock.now = max(self._clock.now, handle.end)
         while self._moving and self._moving[0][0] <= now:
             handle.result.moves_done.append(self._moving.popleft()[1])
+        while self._loading and self._loading[0][0] <= now:
+            handle.result.adapters_done.append(self._loading.popleft()[1])
         return handle.result
 
     def _verify(self, plan: StepPlan, result: StepResult, drafts: DraftModel) -> None:
@@ -167,6 +176,14 @@ class SimulatedDevice(NullExecutor):
             result.tokens = np.full(int(result.counts.sum()), TOKEN, np.int32)
         if plan.proposals:
             result.drafts = [[TOKEN] * plan.proposals] * len(plan.sample_rows)
+
+    def _start_loads(self, result: StepResult) -> None:
+        """Load the plan's adapters behind those that are being loaded: a device has one thread for it."""
+        done = max(self._clock.now, self._loading[-1][0] if self._loading else -math.inf)
+        for load in result.adapters_done:
+            done += self._adapter_seconds
+            self._loading.append((done, load))
+        result.adapters_done = []
 
     def _start_copies(self, plan: StepPlan, start: float) -> float:
         """Start the plan's copies once it has; returns when they are done."""

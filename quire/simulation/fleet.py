@@ -12,6 +12,9 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
+from quire.adapters.slots import AdapterSlots
 from quire.config import EngineConfig
 from quire.engine.core import EngineCore
 from quire.errors import ValidationError
@@ -20,6 +23,7 @@ from quire.kvcache.offload.costs import Costs
 from quire.kvcache.offload.host_tier import HostTier
 from quire.kvcache.offload.manager import OffloadManager
 from quire.kvcache.prefix_cache import ContentKeys
+from quire.messages.adapter_use import adapter_identity
 from quire.messages.outputs import StepOutputs
 from quire.messages.request import NewRequest
 from quire.messages.sampling import SamplingParams
@@ -33,7 +37,7 @@ from quire.scheduler.prefix_groups import PrefixGroups
 from quire.scheduler.scheduler import Scheduler
 from quire.simulation.costs import CostModel
 from quire.simulation.device import TOKEN, DraftModel, HostLink, SimulatedDevice, SimulatedStep, VirtualClock
-from quire.simulation.load import Conversation, OpenConversation
+from quire.simulation.load import Conversation, OpenConversation, adapter_uses
 from quire.simulation.measurements import SimulationResult
 
 REPORT_STEPS = 32
@@ -69,6 +73,10 @@ class FleetOptions:
     """Blocks of host memory below the device's cache…"""
     link: HostLink | None = None
     """…and how fast they are moved; needed if there are some."""
+    adapter_slots: int = 8
+    """LoRA adapters that the device of a replica has room for at a time…"""
+    adapter_seconds: float = 0.1
+    """…and what it takes to load one, beside steps."""
 
 
 @dataclass
@@ -123,6 +131,11 @@ class Fleet:
             raise ValidationError(f"--kill names a replica that is not among the {options.replicas}")
         if options.host_blocks and options.link is None:
             raise ValidationError("host memory needs a link to it: how fast blocks are moved")
+        if options.adapter_slots < 1 or not 0 <= options.adapter_seconds < math.inf:
+            raise ValidationError(
+                "a device needs at least one adapter slot, and a number of seconds to load one: got "
+                f"{options.adapter_slots} slots, {options.adapter_seconds:g} s"
+            )
         self.costs = costs
         self.options = options
         self.rows = options.max_num_seqs or costs.max_num_seqs
@@ -150,6 +163,7 @@ class Fleet:
                 "shorten it, or give more blocks"
             )
         self.result = SimulationResult(self.costs, self.options.replicas)
+        self.result.has_adapters = any(conversation.adapter for conversation in load)
         for number, source in enumerate(load):
             opened = OpenConversation(source, number, seed)
             self._at(source.at, lambda opened=opened: self._arrive(opened))  # type: ignore[misc]
@@ -163,6 +177,9 @@ class Fleet:
             stats = replica.core.scheduler.stats
             self.result.drafts += stats.drafts.tokens
             self.result.accepted_drafts += stats.drafts.accepted
+            slots = replica.core.scheduler.requests.adapters.stats
+            self.result.adapter_loads += slots.loads
+            self.result.adapter_evictions += slots.evictions
             if (tiers := replica.tiers) is not None:
                 self.result.saved_blocks += tiers.saved
                 self.result.loaded_blocks += tiers.loaded
@@ -185,6 +202,7 @@ class Fleet:
             pacer=Pacer(options.max_step_stretch) if math.isfinite(options.max_step_stretch) else None,
             tiers=tiers, drafting=self._make_drafting(),
             microbatches=None if costs.stages == 1 else costs.pipeline_depth + 1,
+            adapters=AdapterSlots(options.adapter_slots, clock),
         )  # fmt: skip
 
         def note(step: SimulatedStep) -> None:
@@ -192,9 +210,9 @@ class Fleet:
             if self._on_step is not None:
                 self._on_step(number, step)
 
-        device = SimulatedDevice(costs, self.rows, clock, note, options.drafts, options.link)
+        device = SimulatedDevice(costs, self.rows, clock, note, options.drafts, options.link, options.adapter_seconds)
         core = EngineCore(scheduler, device, costs.pipeline_depth, log_stats=False)
-        self._router.add(str(number), self.num_blocks, self.rows)
+        self._router.add(str(number), self.num_blocks, self.rows, adapter_slots=options.adapter_slots)
         return SimulatedReplica(number, clock, core, device, tiers)
 
     def _make_tiers(self, tables: BlockTables) -> OffloadManager | None:
@@ -240,10 +258,14 @@ class Fleet:
         prompt = conversation.prompt()
         turn, source = conversation.source.turns[conversation.turn], conversation.source
         request = NewRequest(
-            str(next(self._ids)), prompt, _PARAMS, limit=len(prompt) + turn.output, keys=self._keys.of(prompt),
-            tenant=source.tenant, priority=source.priority, arrival=self._clock.now,
+            str(next(self._ids)), prompt, _PARAMS, limit=len(prompt) + turn.output, tenant=source.tenant,
+            priority=source.priority, arrival=self._clock.now, adapters=adapter_uses(source.adapter),
         )  # fmt: skip
+        request.keys = self._keys_of(request)
         self._admit(FleetRequest(conversation, request, self._clock.now))
+
+    def _keys_of(self, request: NewRequest) -> list[bytes]:
+        return self._keys.of(request.prompt, adapters=request.kv_identity)
 
     def _admit(self, request: FleetRequest) -> None:
         """Send a request to a replica, or let it wait for one."""
@@ -254,7 +276,7 @@ class Fleet:
         if limit is not None and not request.retries:
             request.arrival = self._clock.now  # a closed loop sends a request when another has ended
         source = request.request
-        routed = RoutedRequest(source.keys, len(source.prompt), 1, source.tenant)
+        routed = RoutedRequest(source.keys, len(source.prompt), 1, source.tenant, adapter_identity(source.adapters))
         name = self._router.choose(routed) if self.options.replicas > 1 else self._router.alive[0]
         request.opened = self._router.launched(routed, name)
         replica = self.replicas[int(name)]
@@ -271,11 +293,9 @@ class Fleet:
         source = request.request
         if not request.generated:
             return source
-        prompt = source.prompt + [TOKEN] * request.generated
-        return NewRequest(
-            source.id, prompt, source.params, limit=source.limit, keys=self._keys.of(prompt), tenant=source.tenant,
-            priority=source.priority, arrival=source.arrival,
-        )  # fmt: skip
+        longer = msgspec.structs.replace(source, prompt=source.prompt + [TOKEN] * request.generated)
+        longer.keys = self._keys_of(longer)
+        return longer
 
     def _admit_waiting(self) -> None:
         limit = self.options.concurrency

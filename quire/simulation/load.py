@@ -6,11 +6,12 @@ import functools
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from quire.errors import ValidationError
+from quire.messages.adapter_use import AdapterUse
 
 VOCABULARY = 30_000
 """Token ids are drawn below this."""
@@ -40,6 +41,8 @@ class Conversation:
     """Parts that it begins with, (name, tokens): conversations with parts of the same names share their tokens."""
     tenant: str = ""
     priority: int = 0
+    adapter: str = ""
+    """Name of the LoRA adapter of its requests; empty: none."""
 
     @property
     def length(self) -> int:
@@ -59,6 +62,16 @@ shared_token_ids = functools.lru_cache(maxsize=4096)(token_ids)
 """Kept, because many prompts begin with them."""
 
 
+@functools.cache
+def _adapter_use(name: str) -> AdapterUse:
+    return AdapterUse(name, "", hashlib.blake2b(name.encode(), digest_size=32).digest())
+
+
+def adapter_uses(name: str) -> list[AdapterUse]:
+    """The adapters of a request that names this one; none for an empty name."""
+    return [_adapter_use(name)] if name else []
+
+
 @dataclass(frozen=True)
 class LoadOptions:
     """A load that is drawn. Lengths are uniform within ±spread."""
@@ -75,6 +88,10 @@ class LoadOptions:
     """Mean seconds between turns, exponentially distributed."""
     tenants: int = 1
     seed: int = 0
+    adapters: int = 0
+    """Different LoRA adapters; 0: none…"""
+    adapter_skew: float = 1.0
+    """…of which the k-th is named in proportion to 1 / k^skew (0: all equally often)."""
 
 
 def draw_load(options: LoadOptions, times: Sequence[float]) -> list[Conversation]:
@@ -82,6 +99,7 @@ def draw_load(options: LoadOptions, times: Sequence[float]) -> list[Conversation
     import numpy as np
 
     chance = np.random.default_rng(options.seed)
+    shares = np.arange(1, options.adapters + 1, dtype=np.float64) ** -options.adapter_skew
 
     def length(mean: int) -> int:
         low, high = round(mean * (1 - options.spread)), round(mean * (1 + options.spread))
@@ -96,13 +114,15 @@ def draw_load(options: LoadOptions, times: Sequence[float]) -> list[Conversation
         group = int(chance.integers(options.num_prefixes))
         prefix = ((f"prefix {group}", options.prefix_len),) if options.prefix_len else ()
         tenant = f"tenant {int(chance.integers(options.tenants))}" if options.tenants > 1 else ""
-        found.append(Conversation(at, tuple(turn(number) for number in range(options.turns)), prefix, tenant))
+        adapter = f"adapter {int(chance.choice(len(shares), p=shares / shares.sum()))}" if len(shares) else ""
+        turns = tuple(turn(number) for number in range(options.turns))
+        found.append(Conversation(at, turns, prefix, tenant, adapter=adapter))
     return found
 
 
 def read_trace(path: str, count: int | None = None, speed: float = 1.0) -> list[Conversation]:
     """A trace as `quire bench serve --trace` reads it: `timestamp` in milliseconds, `input_length`, `output_length`,
-    and Mooncake's `hash_ids`, whose blocks are shared by all lines that name them."""
+    and Mooncake's `hash_ids`, whose blocks are shared by all lines that name them; also `tenant` and `adapter`."""
     if not speed > 0:
         raise ValidationError(f"--trace-speed must be above 0, got {speed:g}")
     found = []
@@ -117,12 +137,11 @@ def read_trace(path: str, count: int | None = None, speed: float = 1.0) -> list[
         shared = ids[: (tokens - 1) // TRACE_BLOCK]
         prefix = tuple((f"block {block}", TRACE_BLOCK) for block in shared)
         rest = tokens - TRACE_BLOCK * len(shared)
-        tenant = line.get("tenant", "")
-        found.append(Conversation(at / 1000 / speed, (Turn(rest, output),), prefix, str(tenant)))
+        tenant, adapter = str(line.get("tenant", "")), str(line.get("adapter", ""))
+        found.append(Conversation(at / 1000 / speed, (Turn(rest, output),), prefix, tenant, adapter=adapter))
     found.sort(key=lambda conversation: conversation.at)
     start = found[0].at
-    moved = [Conversation(each.at - start, each.turns, each.prefix, each.tenant) for each in found]
-    return moved[:count]
+    return [replace(each, at=each.at - start) for each in found[:count]]
 
 
 def json_lines(path: str) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -61,6 +61,10 @@ class SimulationResult:
         """Verified, and accepted, by the engines that are alive at the end."""
         self.saved_blocks = self.loaded_blocks = 0
         """Blocks moved to host memory, and back."""
+        self.has_adapters = False
+        """Whether requests name LoRA adapters…"""
+        self.adapter_loads = self.adapter_evictions = 0
+        """…which were loaded into slots, some in the place of others, by the engines that are alive at the end."""
         self.steps = 0
         self.step_tokens = 0
         self.duration = 0.0
@@ -166,6 +170,8 @@ class SimulationResult:
             "accepted_drafts": self.accepted_drafts,
             "saved_blocks": self.saved_blocks,
             "loaded_blocks": self.loaded_blocks,
+            "adapter_loads": self.adapter_loads,
+            "adapter_evictions": self.adapter_evictions,
             "steps": self.steps,
             "tokens_per_step": self.step_tokens / self.steps if self.steps else 0.0,
             "utilization": self.utilization,
