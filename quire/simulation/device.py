@@ -1,7 +1,8 @@
 """A device that only takes time: an executor over a virtual clock, and the shapes of the steps it is given.
 
 It computes nothing, but it yields what a device would: one token a draw, or more where drafts are accepted at given
-rates, and reports of copies between its memory and the host's, and of loads of adapters, once these have had the time they take.
+rates, and reports of copies between its memory and the host's, and of loads of adapters, once these have had the time
+they take.
 """
 
 from __future__ import annotations
