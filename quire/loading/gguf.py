@@ -56,8 +56,8 @@ class GGUFCheckpoint:
             for own, rows in splits.items() if layer_of(info.name) < layers else ():
                 if info.shape[0] != sum(map(len, splits.values())):
                     raise CheckpointError(f"{path}: {info.name!r} has {info.shape[0]} rows, not those of its heads")
-                name = str(hf_name(family, own))
-                self._weights[name] = GGUFWeight(name, (len(rows), info.shape[1]), info, rows, False, file)
+                own_name = str(hf_name(family, own))
+                self._weights[own_name] = GGUFWeight(own_name, (len(rows), info.shape[1]), info, rows, False, file)
             if splits:
                 continue
             name = hf_name(family, info.name)
