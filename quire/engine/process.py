@@ -13,7 +13,7 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from quire.engine import ipc
@@ -223,8 +223,8 @@ def _make_default(
     config: EngineConfig,
     files: ModelFiles,
     model: ModelConfig,
-    lockstep: tuple[int, int, str],
-    grammar_ends: list[int],
+    lockstep: tuple[int, int, str] = (0, 1, ""),
+    grammar_ends: Sequence[int] = (),
 ) -> tuple[EngineCore, EngineInfo]:
     from quire.distributed.lockstep import LockstepAddress
     from quire.engine.setup import make_engine

@@ -261,9 +261,9 @@ class LosesRanks:
         self._guilty = guilty
         self.engines = 0
 
-    def make(self, *arguments: Any) -> tuple[EngineCore, EngineInfo]:
+    def make(self, *arguments: Any, **options: Any) -> tuple[EngineCore, EngineInfo]:
         self.engines += 1
-        core, info = make_engine(*arguments)
+        core, info = make_engine(*arguments, **options)
         submit = core._executor.submit
 
         def submit_or_die(plan: StepPlan) -> Any:
