@@ -75,7 +75,7 @@ def test_a_session_call_without_descriptors_is_a_503() -> None:
 
 
 def test_connections_leave_descriptors_for_requests(attacked: AttackedServer) -> None:
-    for _ in range(200):
+    for _ in range(40):
         with descriptors_left(attacked.pid, 5):
             answer = attacked.request("GET", "/version")
             if answer.status_code == 200:  # a connection of an earlier test was closed since: one more is left
@@ -83,9 +83,13 @@ def test_connections_leave_descriptors_for_requests(attacked: AttackedServer) ->
             assert answer.status_code == 503 and answer.headers["retry-after"] and "connections" in answer.text
             assert answer.headers["connection"] == "close"
             with attacked.connect() as idle:
-                idle.settimeout(10)
-                with suppress(ConnectionError):
+                idle.settimeout(5)
+                try:
                     assert idle.recv(1) == b""  # closed soon
+                except ConnectionError:
+                    pass
+                except TimeoutError:  # it stays open: another was closed after the answer
+                    continue
             break
     else:
         pytest.fail("connections took the descriptors of requests")

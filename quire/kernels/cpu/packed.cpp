@@ -69,6 +69,17 @@ INLINE void unpack_span(const uint8_t* codes, const uint8_t* high, bytes (&fours
     }
 }
 
+// Two groups' sums share four bytes where a kind has minimums: they are multiplied in pairs.
+template <class K, int beside>
+INLINE void put_sum(const Rounded<typename K::Sum>& into, int64_t row, int64_t g, int64_t groups, int32_t sum) {
+    if constexpr (!K::has_minimum) {
+        into.sums[x_place<beside>(row, g, groups)] = sum;
+    } else {
+        int32_t& pair = into.sums[x_place<beside>(row, g / 2, groups / 2)];
+        pair = g % 2 ? int32_t(uint32_t(sum) << 16 | (uint32_t(pair) & 0xffff)) : sum;
+    }
+}
+
 template <class K, int beside, class T>
 void round_row(const T* x, int64_t row, int64_t k, const Rounded<typename K::Sum>& into) {
     float wide[K::kBlock];
@@ -98,113 +109,176 @@ void round_row(const T* x, int64_t row, int64_t k, const Rounded<typename K::Sum
         for (int64_t g = 0; g < K::kBlock / K::kGroup; g++) {
             int32_t sum = 0;
             for (int64_t i = 0; i < K::kGroup; i++) sum += rounded[g * K::kGroup + i];
-            into.sums[x_place<beside>(row, b / K::kGroup + g, k / K::kGroup)] = sum;
+            if constexpr (K::kZero != 0) sum *= -K::kZero;  // what the weight's zero takes from a sum of products
+            put_sum<K, beside>(into, row, b / K::kGroup + g, k / K::kGroup, sum);
         }
     }
 }
 
-// One register's rows of a strip against up to kTile rows of x.
-template <class K, class T, int beside>
+// The rows of `wide` registers of the weight against up to kTile rows of x: each four of x that is loaded is multiplied
+// `wide` times.
+template <class K, class T, int beside, int wide>
 struct Tile {
     static constexpr int64_t kGroups = kSpan / K::kGroup;  // in a span
     static constexpr int64_t kBlockSpans = K::kBlock / kSpan;
+    static constexpr int64_t kPairs = K::kBlock / K::kGroup / 2;
     static constexpr int kBits = K::kLow + K::kHigh;
 
     const Product<T>& p;
     const Rounded<typename K::Sum>& x;
-    int64_t strip, lane;  // which strip, and which of its rows is the first lane
-    int64_t m0, rows;     // of x
-    vec out[kTile];
-    ints totals[kTile], minimums[kTile];
+    int64_t first;     // of the registers: each has kLanes rows of a strip
+    int64_t m0, rows;  // of x
+    vec out[kTile][wide];
+    ints totals[kTile][wide];  // of a block
 
     // What rows of the weight have beside their codes: of a group, and of the block.
     struct Scaling {
-        ints scale, minimum;
+        ints scale;
         vec d, m;
     };
 
-    // `count` rows of x from m on, group `g` of the weight's rows, whose fours are `fours`.
+    INLINE int64_t strip_of(int j) const { return (first + j) / kParts; }
+    INLINE int64_t lane_of(int j) const { return (first + j) % kParts * kLanes; }
+    INLINE int64_t place_of(int j, int64_t i, int64_t count) const {  // of number i of `count` beside the codes
+        return (strip_of(j) * count + i) * kStrip + lane_of(j);
+    }
+
+    // Sums of the products of group g: `count` rows of x from m on, and the weight's fours from `own` on.
     template <int count>
-    INLINE void add_group(int64_t m, int64_t g, const bytes* fours, const Scaling& by) {
-        constexpr int ways = count == 1 ? 4 : 1;  // sums at once: each waits for its last product
-        const float* x_scales = K::has_scale ? nullptr : x.scales + x_place<beside>(m0 + m, g, p.k / K::kBlock);
-        ints sums[count][ways] = {};
+    INLINE void multiply(int64_t m, int64_t g, const bytes (&fours)[wide][kFours], int own, ints (&dots)[count][wide]) {
+        constexpr int ways = count * wide == 1 ? 4 : 1;  // sums at once: each waits for its last product
         const int8_t* codes = x.codes + 4 * x_place<beside>(m0 + m, g * (K::kGroup / 4), p.k / 4);
-        const typename K::Sum* x_sums = x.sums + x_place<beside>(m0 + m, g, p.k / K::kGroup);
+        ints sums[count][wide][ways] = {};
+        if constexpr (K::kZero != 0) {
+            const int32_t* zeros = x.sums + x_place<beside>(m0 + m, g, p.k / K::kGroup);
+            UNROLL
+            for (int r = 0; r < count; r++)
+                UNROLL
+                for (int j = 0; j < wide; j++) sums[r][j][0] = ints{} + zeros[r];
+        }
         UNROLL
         for (int i = 0; i < K::kGroup / 4; i++)
             UNROLL
             for (int r = 0; r < count; r++)
-                dot<kBits>(sums[r][i % ways], fours[i], codes + (i * beside + r) * 4);
+                UNROLL
+                for (int j = 0; j < wide; j++)
+                    dot<kBits>(sums[r][j][i % ways], fours[j][own + i], codes + (i * beside + r) * 4);
         UNROLL
-        for (int r = 0; r < count; r++) {
-            const typename K::Sum sum = x_sums[r];
-            ints total = sums[r][0];
-            if constexpr (ways == 4) total += sums[r][1] + (sums[r][2] + sums[r][3]);
-            if constexpr (K::kZero != 0) total -= K::kZero * sum;
-            if constexpr (K::has_scale) totals[m + r] += total * by.scale;
-            else add_total(m + r, x_scales[r], total, sum, by);
-            if constexpr (K::has_minimum) minimums[m + r] += by.minimum * sum;
+        for (int r = 0; r < count; r++)
+            UNROLL
+            for (int j = 0; j < wide; j++) {
+                dots[r][j] = sums[r][j][0];
+                if constexpr (ways == 4) dots[r][j] += sums[r][j][1] + (sums[r][j][2] + sums[r][j][3]);
+            }
+    }
+
+    template <int count>
+    INLINE void add_group(int64_t m, int64_t g, const bytes (&fours)[wide][kFours], int own, const Scaling (&by)[wide]) {
+        ints dots[count][wide];
+        multiply<count>(m, g, fours, own, dots);
+        if constexpr (wide > 1) asm volatile("" : "+m"(dots));  // in L1: the next group's sums need the registers
+        const float* x_scales = x.scales + x_place<beside>(m0 + m, g, p.k / K::kBlock);
+        const auto* x_sums = x.sums + x_place<beside>(m0 + m, g, p.k / K::kGroup);
+        UNROLL
+        for (int r = 0; r < count; r++)
+            UNROLL
+            for (int j = 0; j < wide; j++) {
+                if constexpr (K::has_scale) totals[m + r][j] += dots[r][j] * by[j].scale;
+                else {
+                    vec value = to_floats(dots[r][j]) * by[j].d;
+                    if constexpr (K::kMinimums == Minimums::kBlock) value += by[j].m * x_sums[r];
+                    out[m + r][j] += value * x_scales[r];
+                }
+            }
+    }
+
+    INLINE void add_span(int64_t span, Scaling (&by)[wide]) {
+        bytes fours[wide][kFours];
+        UNROLL
+        for (int j = 0; j < wide; j++) {
+            const int64_t at = strip_of(j) * (p.k / kSpan) + span;
+            const uint8_t* codes = p.weight.codes + at * K::kLow * kVector;
+            if (!m0 && !lane_of(j)) prefetch_codes<K::kLow * kVector>(codes);  // the strip's other lanes read the same lines
+            unpack_span<K>(codes + lane_of(j) * 4,
+                           K::kHigh ? p.weight.high + at * K::kHigh * kVector + lane_of(j) * 4 : nullptr, fours[j]);
+        }
+        if constexpr (wide > 1) asm volatile("" : "+m"(fours));  // in L1, too
+        UNROLL
+        for (int i = 0; i < kGroups; i++) {
+            const int64_t g = span * kGroups + i;
+            UNROLL
+            for (int j = 0; j < wide; j++) {
+                const int64_t at = place_of(j, g, p.k / K::kGroup);
+                if constexpr (K::kScales == Scales::kBytes) by[j].scale = load_small(p.weight.scale + at);
+                if constexpr (K::kScales == Scales::kNibbles)
+                    by[j].scale = load_small(reinterpret_cast<const uint8_t*>(p.weight.scale) + at) & 15;
+            }
+            constexpr int each = K::kGroup / 4;
+            if constexpr (beside == 1) add_group<1>(0, g, fours, i * each, by);
+            else by_count(rows, [&](auto count, int64_t m) FORCED { add_group<count()>(m, g, fours, i * each, by); });
         }
     }
 
-    // A block's total becomes a number. `sum`: of the codes of x, or of these times minimums.
-    template <class Sum>
-    INLINE void add_total(int64_t m, float x_scale, ints total, Sum sum, const Scaling& by) {
-        vec value = to_floats(total) * by.d;
-        if constexpr (K::kMinimums == Minimums::kBlock) value += by.m * sum;
-        if constexpr (K::has_minimum) value -= by.m * to_floats(sum);
-        out[m] += value * x_scale;
+    // Minimums of two groups, in the halves of a lane: each is from 0 to 63.
+    INLINE ints minimums_of(int j, int64_t g) const {
+        const int64_t low = place_of(j, g, p.k / K::kGroup), high = low + kStrip;
+        if constexpr (K::kMinimums == Minimums::kBytes)
+            return load_small(p.weight.minimum + low) | load_small(p.weight.minimum + high) << 16;
+        const uint8_t* both = reinterpret_cast<const uint8_t*>(p.weight.scale);
+        return load_small(both + low) >> 4 | load_small(both + high) >> 4 << 16;
     }
 
-    INLINE void add_span(int64_t span, Scaling by) {
-        bytes fours[kFours];
-        const int64_t at = strip * (p.k / kSpan) + span;
-        const uint8_t* codes = p.weight.codes + at * K::kLow * kVector;
-        if constexpr (beside == 1)
-            if (!lane) prefetch_codes<K::kLow * kVector>(codes);  // the strip's other lanes read the same lines
-        unpack_span<K>(codes + lane * 4,
-                       K::kHigh ? p.weight.high + at * K::kHigh * kVector + lane * 4 : nullptr, fours);
-        UNROLL
-        for (int i = 0; i < kGroups; i++) {
-            const int64_t g = span * kGroups + i, place = (strip * (p.k / K::kGroup) + g) * kStrip + lane;
-            if constexpr (K::kScales == Scales::kBytes) by.scale = load_small(p.weight.scale + place);
-            if constexpr (K::kMinimums == Minimums::kBytes) by.minimum = load_small(p.weight.minimum + place);
-            if constexpr (K::kScales == Scales::kNibbles) {
-                const ints both = load_small(reinterpret_cast<const uint8_t*>(p.weight.scale) + place);
-                by.scale = both & 15, by.minimum = both >> 4;
+    INLINE void add_totals(int64_t block, const Scaling (&by)[wide]) {
+        ints minimums[wide][kPairs];
+        if constexpr (K::has_minimum)
+            for (int j = 0; j < wide; j++)
+                for (int i = 0; i < kPairs; i++) minimums[j][i] = minimums_of(j, (block * kPairs + i) * 2);
+        for (int64_t m = 0; m < rows; m++) {
+            const float x_scale = x.scales[x_place<beside>(m0 + m, block, p.k / K::kBlock)];
+            UNROLL
+            for (int j = 0; j < wide; j++) {
+                vec value = to_floats(totals[m][j]) * by[j].d;
+                if constexpr (K::has_minimum) {
+                    const int32_t* pairs = x.sums + x_place<beside>(m0 + m, block * kPairs, p.k / K::kGroup / 2);
+                    ints sum{};
+                    UNROLL
+                    for (int i = 0; i < kPairs; i++) dot_pair(sum, minimums[j][i], pairs[i * beside]);
+                    value -= by[j].m * to_floats(sum);
+                }
+                out[m][j] += value * x_scale;
             }
-            const bytes* own = fours + i * (K::kGroup / 4);
-            if constexpr (beside == 1) add_group<1>(0, g, own, by);
-            else by_count(rows, [&](auto count, int64_t m) FORCED { add_group<count()>(m, g, own, by); });
         }
     }
 
     INLINE void add_block(int64_t block) {
-        const int64_t place = (strip * (p.k / K::kBlock) + block) * kStrip + lane;
-        Scaling by{{}, {}, load_halves(p.weight.d + place), {}};
-        if constexpr (K::kMinimums != Minimums::kNone) by.m = load_halves(p.weight.m + place);
+        Scaling by[wide];
+        UNROLL
+        for (int j = 0; j < wide; j++) {
+            const int64_t at = place_of(j, block, p.k / K::kBlock);
+            by[j].d = load_halves(p.weight.d + at);
+            if constexpr (K::kMinimums != Minimums::kNone) by[j].m = load_halves(p.weight.m + at);
+        }
         if constexpr (K::has_scale)
-            for (int64_t m = 0; m < rows; m++) totals[m] = ints{}, minimums[m] = ints{};
+            for (int64_t m = 0; m < rows; m++)
+                for (int j = 0; j < wide; j++) totals[m][j] = ints{};
         for (int64_t i = 0; i < kBlockSpans; i++) add_span(block * kBlockSpans + i, by);
-        if constexpr (K::has_scale)
-            for (int64_t m = 0; m < rows; m++) {
-                const float x_scale = x.scales[x_place<beside>(m0 + m, block, p.k / K::kBlock)];
-                add_total(m, x_scale, totals[m], minimums[m], by);
-            }
+        if constexpr (K::has_scale) add_totals(block, by);
     }
 
     void run() {
-        for (int64_t m = 0; m < rows; m++) out[m] = vec{};
+        for (int64_t m = 0; m < rows; m++)
+            for (int j = 0; j < wide; j++) out[m][j] = vec{};
         for (int64_t block = 0; block < p.k / K::kBlock; block++) add_block(block);
-        const int64_t n0 = strip * kStrip + lane, left = std::min<int64_t>(kLanes, p.n - n0);
-        if (left <= 0) return;
-        vec bias{};
-        if (p.bias) bias = left == kLanes ? F::load(p.bias + n0) : F::load_part(p.bias + n0, left);
-        for (int64_t m = 0; m < rows; m++) {
-            T* y = p.y + (m0 + m) * p.y_stride + n0;
-            if (left == kLanes) F::store(y, out[m] + bias);
-            else F::store_part(y, out[m] + bias, left);
+        for (int j = 0; j < wide; j++) {
+            const int64_t n0 = (first + j) * kLanes, left = std::min<int64_t>(kLanes, p.n - n0);
+            if (left <= 0) return;
+            vec bias{};
+            if (p.bias) bias = left == kLanes ? F::load(p.bias + n0) : F::load_part(p.bias + n0, left);
+            for (int64_t m = 0; m < rows; m++) {
+                T* y = p.y + (m0 + m) * p.y_stride + n0;
+                if (left == kLanes) F::store(y, out[m][j] + bias);
+                else F::store_part(y, out[m][j] + bias, left);
+            }
         }
     }
 };
@@ -221,13 +295,19 @@ void product_of(const Product<T>& p) {
     share_items(p.rows, each, p.threads, p.rows * p.k > kWorthRounding, [&](int64_t row) {
         round_row<K, beside>(p.x + row * p.x_stride, row, p.k, x);
     });
+    constexpr int wide = beside == 1 || kRegisters < 32 ? 1 : 2;
     const int64_t strips = (p.n + kStrip - 1) / kStrip, strip_bytes = kStrip * p.k * (K::kLow + K::kHigh) / 8;
-    share_items(strips, strips_at_once(strips, strip_bytes, p.rows, p.threads), p.threads,
-                p.rows * p.n * p.k > kWorthSharing, [&](int64_t strip) {
-                    for (int64_t m = 0; m < p.rows; m += kTile)
-                        for (int64_t part = 0; part < kParts; part++)
-                            Tile<K, T, beside>{p, x, strip, part * kLanes, m, std::min(kTile, p.rows - m)}.run();
-                });
+    const int64_t at_once = strips_at_once(strips, strip_bytes, p.rows, p.threads);
+    share((strips + at_once - 1) / at_once, p.threads, p.rows * p.n * p.k > kWorthSharing, [&](int64_t piece) {
+        const int64_t last = std::min(strips, (piece + 1) * at_once) * kParts;
+        for (int64_t m = 0; m < p.rows; m += kTile) {  // rows of x and the piece stay in L2
+            const int64_t rows = std::min(kTile, p.rows - m);
+            int64_t part = piece * at_once * kParts;
+            for (; part + wide <= last; part += wide) Tile<K, T, beside, wide>{p, x, part, m, rows}.run();
+            if constexpr (wide > 1)
+                if (part < last) Tile<K, T, beside, 1>{p, x, part, m, rows}.run();
+        }
+    });
 }
 
 template <class K, class T>
