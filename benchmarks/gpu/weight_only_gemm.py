@@ -4,7 +4,7 @@
     python -m benchmarks.gpu.weight_only_gemm --quick    # fewer row counts
     python -m benchmarks.gpu.weight_only_gemm --format mxfp4
 
-A GEMM is timed as a step runs it: with the norm before it and the gate after it, in a CUDA graph, weights not in L2.
+A GEMM is timed as a step runs it: with the norm before it and the gate in it, in a CUDA graph, weights not in L2.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ DTYPE = torch.bfloat16
 
 
 MULTIPROCESSORS, SHARED, WORDS = 132, 224 << 10, 32
-_SMALL = ((16, 8, 4, 1), (16, 4, 8, 1), (16, 4, 4, 1), (16, 16, 2, 1), (16, 4, 6, 2), (16, 8, 4, 2))
+_SMALL = ((16, 8, 4, 0), (16, 4, 8, 0), (16, 4, 4, 0), (16, 16, 2, 0), (16, 8, 4, 2))
 FEW = {
     "qkv": _SMALL,
     "o": _SMALL,
     "gate_up": (
-        (16, 4, 4, 1), (16, 4, 6, 2), (16, 8, 4, 2), (16, 4, 8, 4), (32, 4, 4, 1), (32, 4, 4, 2), (32, 8, 2, 2),
-        (16, 8, 4, 4),
+        (16, 4, 4, 0), (16, 8, 4, 2), (16, 8, 4, 3), (16, 4, 4, 4), (16, 4, 6, 4), (16, 4, 8, 3), (32, 4, 4, 0),
+        (32, 4, 4, 2), (32, 8, 4, 1),
     ),
-    "down": ((16, 8, 4, 1), (16, 8, 6, 1), (16, 16, 4, 1), (16, 16, 6, 1), (16, 16, 4, 2), (32, 16, 4, 1)),
+    "down": ((16, 8, 4, 0), (16, 8, 6, 0), (16, 16, 4, 0), (16, 16, 6, 0), (32, 16, 4, 0), (32, 8, 6, 0)),
 }  # fmt: skip
-"""(outputs, warps, loads in flight, tiles) of `few`."""
+"""(outputs, warps, loads in flight, persistent programs a multiprocessor) of `few`."""
 TILES = {
     16: ((64, 16, 4, 8), (128, 16, 4, 8), (128, 16, 8, 8)),
     32: ((64, 32, 4, 8), (128, 32, 4, 6), (128, 32, 8, 6)),
@@ -80,10 +80,9 @@ LAYERS = 32
 
 
 class Variant(NamedTuple):
-    """A kernel, and whether the norm and the gate are fused into it."""
+    """A kernel, and whether the gate is fused into it."""
 
     config: WeightOnlyConfig
-    norm: bool = False
     silu: bool = False
 
     def __str__(self) -> str:
@@ -93,7 +92,7 @@ class Variant(NamedTuple):
             for field in fields(config)
             if field.name != "kernel" and getattr(config, field.name) != field.default
         ]
-        return " ".join([config.kernel, *shown, *["norm"] * self.norm, *["silu"] * self.silu])
+        return " ".join([config.kernel, *shown, *["silu"] * self.silu])
 
 
 def candidates(shape: Shape, rows: int) -> list[Variant]:
@@ -101,14 +100,12 @@ def candidates(shape: Shape, rows: int) -> list[Variant]:
     found: list[Variant] = []
     if rows <= 16:
         block_m = 8 if rows <= 8 else 16
-        for block_n, warps, depth, tiles in FEW[shape.name]:
-            config = WeightOnlyConfig("few", block_n, block_m, warps, depth, tiles=tiles)
-            if rows == 1 and shape.norm:
-                found.append(Variant(config, True, shape.silu))
-            found.append(Variant(config, False, shape.silu))
+        for block_n, warps, depth, programs in FEW[shape.name]:
+            config = WeightOnlyConfig("few", block_n, block_m, warps, depth, programs=programs)
+            found.append(Variant(config, shape.silu))
         if rows == 1:
             config = found[0].config
-            found.append(Variant(replace(config, early=True), shape.norm, shape.silu))
+            found.append(Variant(replace(config, early=True), shape.silu))
     if rows >= 8:
         for block_n, block_m, warps, stages in TILES[min(max(rows, 16), 512)]:
             for silu in (shape.silu,):
@@ -169,13 +166,10 @@ def new_inputs(shape: Shape, rows: int, device: str) -> Inputs:
     return Inputs(normal(rows, shape.k), normal(rows, shape.k), normal(shape.k))
 
 
-def gemm_of(shape: Shape, variant: Variant, inputs: Inputs, x: torch.Tensor, weight: object) -> WeightOnlyGemm:
+def gemm_of(variant: Variant, x: torch.Tensor, weight: object) -> WeightOnlyGemm:
     words = as_words(weight)  # type: ignore[arg-type]
     assert words is not None
-    gemm = WeightOnlyGemm(x, words, silu=variant.silu)
-    if variant.norm:
-        gemm.gain, gemm.residual, gemm.eps, gemm.stream = inputs.gain, inputs.residual, EPS, torch.empty_like(x)
-    return gemm
+    return WeightOnlyGemm(x, words, silu=variant.silu)
 
 
 def compute(
@@ -183,14 +177,14 @@ def compute(
 ) -> torch.Tensor:
     """The GEMM, with the norm before and the gate after it."""
     x = inputs.x
-    if shape.norm and not variant.norm:
+    if shape.norm:
         x, _ = add_rms_norm(x, inputs.residual, inputs.gain, EPS)
     if variant.config.kernel == "dequantize":
         words = as_words(weight)
         assert words is not None
         matrix = dequantize(words, scratch(words))
         return ops.gated_linear(x, matrix) if shape.silu else ops.linear(x, matrix)
-    out = run(gemm_of(shape, variant, inputs, x, weight), variant.config)
+    out = run(gemm_of(variant, x, weight), variant.config)
     return silu_mul(out) if shape.silu and not variant.silu else out
 
 
@@ -212,7 +206,7 @@ def compile_one(job: tuple[Shape, int, Variant, str]) -> str | None:
     shape, rows, variant, name = job
     inputs = new_inputs(shape, rows, "meta")
     try:
-        gemm = gemm_of(shape, variant, inputs, inputs.x, random_weight(shape, name, "meta"))
+        gemm = gemm_of(variant, inputs.x, random_weight(shape, name, "meta"))
         compile_gemm(gemm, variant.config)
     except Exception as error:  # the others may still be timed
         return f"{shape.name} {rows} {variant}: {type(error).__name__} {str(error)[:200]}"

@@ -97,7 +97,7 @@ def test_every_kind_of_weight(kind: dict[str, Any], config: WeightOnlyConfig) ->
 @pytest.mark.parametrize("config", [FEW, TILE], ids=lambda config: config.kernel)
 @pytest.mark.parametrize("k", [64, 128, 320, 576])
 def test_any_number_of_spans(k: int, config: WeightOnlyConfig) -> None:
-    check(config, random_weight(40, k, bits=4, group=32, zeros=True), 3, silu=True)
+    check(config, random_weight(48, k, bits=4, group=32, zeros=True), 3, silu=True)
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_any_number_of_spans(k: int, config: WeightOnlyConfig) -> None:
         (FEW, 1),
         (FEW, 8),
         (replace(FEW, block_n=32, block_m=16), 13),
-        (replace(FEW, tiles=3, depth=4), 5),
+        (replace(FEW, programs=1, depth=4), 5),
         (TILE, 1),
         (TILE, 17),
         (TILE, 70),
@@ -116,23 +116,25 @@ def test_any_number_of_spans(k: int, config: WeightOnlyConfig) -> None:
 )
 @pytest.mark.parametrize("silu", [False, True])
 def test_any_number_of_rows(config: WeightOnlyConfig, rows: int, silu: bool) -> None:
-    check(config, random_weight(72, 384, bits=4, group=128, zeros=True), rows, silu)
+    check(config, random_weight(80, 384, bits=4, group=128, zeros=True), rows, silu)
 
 
-@pytest.mark.parametrize("residual", [False, True])
-@pytest.mark.parametrize("silu", [False, True])
-def test_the_norm_of_one_row_is_fused(silu: bool, residual: bool) -> None:
-    weight = random_weight(40, 320, bits=4, group=64, zeros=True)
+@pytest.mark.parametrize("outputs", [42, 44])
+@pytest.mark.parametrize("config", [FEW, TILE], ids=lambda config: config.kernel)
+def test_outputs_that_are_no_eights(config: WeightOnlyConfig, outputs: int) -> None:
+    check(config, random_weight(outputs, 256, bits=4, group=64, zeros=True), 3)
+
+
+@pytest.mark.parametrize("outputs", [40, 42])
+def test_a_gate_of_no_eights_is_applied_after_a_tile(outputs: int, products: WeightOnlyProducts) -> None:
+    weight = random_weight(outputs, 256, bits=4, group=64, zeros=True)
+    x = random(3, 256)
     words = as_words(weight)
     assert words is not None
-    x, gain = random(1, 320), random(320)
-    carried = random(1, 320) if residual else None
-    stream = torch.empty_like(x) if residual else None
-    out = run(WeightOnlyGemm(x, words, None, gain, carried, EPS, silu, stream), FEW)
-    total = x if carried is None else x + carried
-    if stream is not None:
-        assert torch.equal(stream, total)
-    assert_close(out, expected(TorchOps().rms_norm(total.double(), gain.double(), EPS), weight, None, silu))
+    with pytest.raises(ValueError, match=f"{outputs} outputs"):
+        run(WeightOnlyGemm(x, words, silu=True), TILE)
+    products.invariant = True
+    assert_close(products.gated_linear(x, weight), expected(x, weight, None, silu=True))
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
@@ -163,8 +165,9 @@ def test_inputs_may_be_stored_in_another_order(products: WeightOnlyProducts) -> 
         assert_close(products.linear(x, weight), expected(x, weight, None, silu=False))
 
 
-def test_a_norm_precedes_ordered_inputs_too(products: WeightOnlyProducts) -> None:
-    weight = random_weight(40, 128, bits=4, group=32, ordered=True)
+@pytest.mark.parametrize("ordered", [False, True])
+def test_a_norm_precedes_the_product(ordered: bool, products: WeightOnlyProducts) -> None:
+    weight = random_weight(40, 128, bits=4, group=32, ordered=ordered)
     x, residual, gain = random(1, 128), random(1, 128), random(128)
     total = x + residual
     out, stream = products.norm_linear(x, residual.clone(), gain, EPS, weight)

@@ -79,3 +79,49 @@ def test_fp4_codes_are_numbers_times_scales() -> None:
     numbers = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
     numbers = torch.cat((numbers, -numbers))
     assert torch.equal(weight.dequantize()[0].float(), torch.cat((numbers, numbers, 8 * numbers, 8 * numbers)))
+
+
+def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype)
+
+
+@pytest.mark.parametrize("bits, span, group", [(4, 128, 32), (4, 64, 64), (8, 64, 32)])
+def test_words_of_eight_outputs_lie_side_by_side(bits: int, span: int, group: int) -> None:
+    width = 3 * span if span == 64 else 2 * span
+    codes = random_codes(bits, 24, width)
+    scale, zero = torch.rand(24, width // group), random_codes(bits, 24, width // group)
+    weight = GroupedWeight.allocate((24, width), torch.float32, zeros, bits, group, zeros=True)
+    assert weight.side_by_side and weight.span == span
+    # In pieces whose ends are no multiples of eight.
+    for rows in (slice(0, 11), slice(11, 14), slice(14, 24)):
+        weight.write(rows, codes[rows], scale[rows], zero[rows])
+    packed = pack_words(codes, bits, span)
+    run = span * bits // 16  # bytes: half a span
+    eights = [packed[line : line + 8, at : at + run] for line in (0, 8, 16) for at in range(0, packed.shape[1], run)]
+    assert torch.equal(weight.codes.flatten(), torch.cat([each.flatten() for each in eights]))
+    assert weight.zero is not None
+    assert torch.equal(weight.zero.flatten(), torch.cat([zero[line : line + 8].T.flatten() for line in (0, 8, 16)]))
+
+    right = (codes.float() - zero.repeat_interleave(group, -1)) * scale.repeat_interleave(group, -1)
+    assert torch.equal(weight.dequantize(), right)
+    tokens = torch.tensor([23, 0, 9, 9])
+    assert torch.equal(weight.embedding(tokens), right[tokens])
+    assert torch.equal(weight[5:13].dequantize(), right[5:13])
+
+
+def test_scales_of_one_byte_lie_side_by_side_too() -> None:
+    weight = Fp4Weight.allocate((16, 64), torch.float32, zeros, nvidia=True)
+    codes, scale = random_codes(4, 16, 64), (torch.rand(16, 4) * 8).to(torch.float8_e4m3fn)
+    factor = torch.rand(16)
+    weight.write(slice(None), codes, scale, factor)
+    plain = Fp4Weight(pack(codes, 4, 64), scale, torch.float32, factor, span=64)
+    assert weight.side_by_side and not plain.side_by_side
+    assert torch.equal(weight.dequantize(), plain.dequantize())
+    assert torch.equal(weight[torch.tensor([3, 15])].dequantize(), plain.dequantize()[[3, 15]])
+
+
+def test_outputs_that_are_no_eights_lie_in_one_piece_each() -> None:
+    weight = GroupedWeight.allocate((12, 128), torch.float32, zeros, 4, 32)
+    codes, scale = random_codes(4, 12, 128), torch.rand(12, 4)
+    weight.write(slice(None), codes, scale)
+    assert not weight.side_by_side and torch.equal(weight.scale, scale)

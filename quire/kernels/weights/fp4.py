@@ -6,22 +6,26 @@ from collections.abc import Sequence
 
 import torch
 
-from quire.kernels.weights.base import Allocate, QuantizedWeight
+from quire.kernels.weights.base import Allocate
+from quire.kernels.weights.lines import WordLines
 from quire.kernels.weights.packing import pack, unpack, word_span
 
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """What codes 0 to 7 mean; bit 3 is the sign."""
 
 
-class Fp4Weight(QuantizedWeight):
+class Fp4Weight(WordLines):
     """value = VALUES[code] * (scale of the group [* factor of the output, in float32]).
 
     codes  uint8 [..., out, in / 2], packed by `packing.pack`
     scale  [..., out, groups]: uint8, an exponent s that means 2^(s - 127) (MXFP4, groups of 32), or float8_e4m3fn
            (NVFP4, groups of 16)
     factor float32 [..., out]; None: 1
+
+    Of matrices with codes in words, eight outputs lie side by side (`WordLines`).
     """
 
+    bits = 4
     bounded = False
     """MXFP4: whether no scale is above 2, which saves kernels a multiplication."""
 
@@ -45,14 +49,15 @@ class Fp4Weight(QuantizedWeight):
         codes = allocate((*lead, width // 2), torch.uint8)
         scale = allocate((*lead, width // (16 if nvidia else 32)), torch.float8_e4m3fn if nvidia else torch.uint8)
         span = word_span(width, 4, 16 if nvidia else 32) if len(lead) == 1 else None
-        return cls(codes, scale, dtype, allocate(tuple(lead), torch.float32) if nvidia else None, span)
+        made = cls(codes, scale, dtype, allocate(tuple(lead), torch.float32) if nvidia else None, span)
+        made.side_by_side = cls.lies_side_by_side(shape[-2], span)
+        return made
 
     def write(
         self, index: slice | int, codes: torch.Tensor, scale: torch.Tensor, factor: torch.Tensor | float | None = None
     ) -> None:
         """Fill some outputs (of a stack: a matrix) from unpacked codes uint8 [..., in]."""
-        self.codes[index] = pack(codes, 4, self.span).to(self.codes.device)
-        self.scale[index] = scale.to(self.scale.device)
+        self._fill(index, {"codes": pack(codes, 4, self.span), "scale": scale})
         if self.factor is not None and factor is not None:
             self.factor[index] = factor if isinstance(factor, float) else factor.to(self.factor.device)
 
@@ -63,10 +68,12 @@ class Fp4Weight(QuantizedWeight):
 
     def with_tensors(self, tensors: dict[str, torch.Tensor], shape: Sequence[int]) -> Fp4Weight:
         made = Fp4Weight(tensors["codes"], tensors["scale"], self.dtype, tensors.get("factor"), self.span)
-        made.bounded = self.bounded
+        made.bounded, made.side_by_side = self.bounded, self.side_by_side
         return made
 
     def dequantize(self) -> torch.Tensor:
+        if self.side_by_side:
+            return self.lined_up().dequantize()
         codes = unpack(self.codes, 4, self.span).long()
         table = torch.tensor([*VALUES, *(-value for value in VALUES)], device=codes.device)
         scale = self.scale.float() if self.scale.dtype is not torch.uint8 else torch.exp2(self.scale.float() - 127)
@@ -75,4 +82,4 @@ class Fp4Weight(QuantizedWeight):
 
     @property
     def layout(self) -> tuple[object, ...]:
-        return (*super().layout, self.group, self.span)
+        return (*super().layout, self.group, self.span, self.side_by_side)

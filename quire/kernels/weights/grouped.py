@@ -6,11 +6,12 @@ from collections.abc import Sequence
 
 import torch
 
-from quire.kernels.weights.base import Allocate, QuantizedWeight
+from quire.kernels.weights.base import Allocate
+from quire.kernels.weights.lines import WordLines
 from quire.kernels.weights.packing import pack, unpack, word_span
 
 
-class GroupedWeight(QuantizedWeight):
+class GroupedWeight(WordLines):
     """value = (code - zero) * scale, or code * scale + minimum, by output and group of `group` inputs.
 
     codes   uint8 [..., out, in] (8 bits) or [..., out, in / 2] (4 bits), packed by `packing.pack`; fewer bits are held
@@ -19,6 +20,8 @@ class GroupedWeight(QuantizedWeight):
     zero    uint8 [..., out, groups]; None: 8 (4 bits) or 128 (8 bits)
     minimum [..., out, groups], like scale; in place of zero
     order   int32 [in]; input j of the stored matrix is input order[j] of the layer; None: as they come
+
+    Of matrices with codes in words, eight outputs lie side by side (`WordLines`).
     """
 
     def __init__(
@@ -58,7 +61,9 @@ class GroupedWeight(QuantizedWeight):
         minimum = allocate(groups, dtype) if minimums else None
         order = allocate((width,), torch.int32) if ordered else None
         span = word_span(width, bits, group) if len(lead) == 1 else None
-        return cls(codes, allocate(groups, dtype), dtype, bits, group, zero, minimum, order, span)
+        made = cls(codes, allocate(groups, dtype), dtype, bits, group, zero, minimum, order, span)
+        made.side_by_side = cls.lies_side_by_side(shape[-2], span)
+        return made
 
     def write(
         self,
@@ -69,10 +74,8 @@ class GroupedWeight(QuantizedWeight):
         minimum: torch.Tensor | None = None,
     ) -> None:
         """Fill some outputs (of a stack: a matrix) from unpacked codes uint8 [..., in]."""
-        self.codes[index] = pack(codes, self.bits, self.span).to(self.codes.device)
-        for into, values in ((self.scale, scale), (self.zero, zero), (self.minimum, minimum)):
-            if into is not None and values is not None:
-                into[index] = values.to(into.device, into.dtype)
+        values = {"codes": pack(codes, self.bits, self.span), "scale": scale, "zero": zero, "minimum": minimum}
+        self._fill(index, {name: each for name, each in values.items() if each is not None and name in self.tensors})
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -80,10 +83,12 @@ class GroupedWeight(QuantizedWeight):
         return {name: tensor for name, tensor in held.items() if tensor is not None}
 
     def with_tensors(self, tensors: dict[str, torch.Tensor], shape: Sequence[int]) -> GroupedWeight:
-        return GroupedWeight(
+        made = GroupedWeight(
             tensors["codes"], tensors["scale"], self.dtype, self.bits, self.group, tensors.get("zero"),
             tensors.get("minimum"), self.order, self.span,
         )  # fmt: skip
+        made.side_by_side = self.side_by_side
+        return made
 
     def dequantize(self) -> torch.Tensor:
         stored = self.dequantize_stored()
@@ -95,6 +100,8 @@ class GroupedWeight(QuantizedWeight):
 
     def dequantize_stored(self) -> torch.Tensor:
         """The values with inputs in the stored order."""
+        if self.side_by_side:
+            return self.lined_up().dequantize_stored()
         codes = unpack(self.codes, self.bits, self.span).float()
         width = self.shape[-1]
 
@@ -109,4 +116,4 @@ class GroupedWeight(QuantizedWeight):
 
     @property
     def layout(self) -> tuple[object, ...]:
-        return (*super().layout, self.bits, self.group, self.order is not None, self.span)
+        return (*super().layout, self.bits, self.group, self.order is not None, self.span, self.side_by_side)

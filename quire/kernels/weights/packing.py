@@ -5,13 +5,19 @@ Two packings, both over *spans*: runs of inputs that are packed together.
 - words: a little-endian 16-bit word holds values w, w + span / 4, w + span / 2, w + 3 span / 4 (8 bits: w and
   w + span / 2), the first in the lowest bits. Matrices: a register holds two words, and one mask and shift of it gives
   the same field of both, which is the pair of numbers a tensor core takes in one register. So a span is as many small
-  products as a word has fields, and nothing is interleaved.
+  products as a word has fields, and no values are interleaved.
+
+Words of eight outputs lie side by side: of each half span first those of the first output, then of the next. So a warp
+that reads its registers' part of a tensor-core operand, a few words of eight outputs, reads bytes that are adjacent.
+Scales and zeros lie likewise: those of eight outputs for the first group, then for the next.
 """
 
 from __future__ import annotations
 
 import torch
 
+LINES = 8
+"""Outputs whose words lie side by side."""
 WORD_SPANS = {4: (128, 64), 8: (64, 32)}
 """Spans that kernels read as words: 32 or 16 words."""
 
@@ -73,3 +79,24 @@ def unpack(packed: torch.Tensor, bits: int, span: int | None) -> torch.Tensor:
     if span is not None:
         return unpack_words(packed, bits, span)
     return unpack_nibbles(packed) if bits == 4 else packed
+
+
+def _side_by_side(tensor: torch.Tensor, run: int) -> torch.Tensor:
+    """A view [lines / LINES, LINES, runs, run] of values [lines, width] that lie side by side in runs of `run`."""
+    lines, width = tensor.shape
+    return tensor.view(lines // LINES, width // run, LINES, run).transpose(1, 2)
+
+
+def place_lines(into: torch.Tensor, index: slice, values: torch.Tensor, run: int) -> None:
+    """Fill lines of a tensor whose lines lie side by side."""
+    lines = torch.arange(*index.indices(len(into)), device=into.device)
+    values = values.to(into.device, into.dtype).unflatten(-1, (-1, run))
+    if into.dtype is torch.float8_e4m3fn:  # which torch does not index
+        into, values = into.view(torch.uint8), values.view(torch.uint8)
+    _side_by_side(into, run)[lines // LINES, lines % LINES] = values
+
+
+def take_lines(held: torch.Tensor, lines: torch.Tensor, run: int) -> torch.Tensor:
+    """Lines of a tensor whose lines lie side by side, each in one piece."""
+    plain = held.view(torch.uint8) if held.dtype is torch.float8_e4m3fn else held
+    return _side_by_side(plain, run)[lines // LINES, lines % LINES].flatten(-2).view(held.dtype)

@@ -76,6 +76,7 @@ class StripFormat:
             if weight.order is not None:
                 assert plain.order is not None
                 checks.check_agreement(weight.order, plain.order, "g_idx", "one input (act-order)")
+            plain = plain.lined_up()
             weight.write(rows, unpack(plain.codes, plain.bits, plain.span), plain.scale, plain.zero)
             return
         assert isinstance(plain, ScaledWeight)

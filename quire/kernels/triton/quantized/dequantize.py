@@ -18,7 +18,7 @@ import triton.language as tl
 from quire.kernels.triton.launch import gdc_launch_dependents, gdc_wait, pdl
 from quire.kernels.triton.quantized.gemm import WordWeight
 from quire.kernels.triton.quantized.tile_rows import _load_groups, _weights
-from quire.kernels.triton.quantized.words import split, weight_of
+from quire.kernels.triton.quantized.words import split, weight_of, word_at
 
 BLOCK_N, SPANS = 32, 4
 """Outputs and spans of a program: 16 KB of codes a multiprocessor in flight with two programs."""
@@ -28,7 +28,7 @@ BLOCK_N, SPANS = 32, 4
 def _dequantize(
     codes, scale, zero, minimum, factor, out, N,
     K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, FORMAT: tl.constexpr, FIELDS: tl.constexpr,
-    WORDS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, PDL: tl.constexpr,
+    WORDS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, LINES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     DTYPE: tl.constexpr = out.dtype.element_ty
     SPAN: tl.constexpr = WORDS * FIELDS
@@ -45,9 +45,11 @@ def _dequantize(
     for index in tl.static_range(BLOCK_K):
         span = tl.minimum(first + index, K // SPAN - 1)
         tiles = tiles + (
-            tl.load(codes + lines[:, None] * (K // FIELDS) + span * WORDS + column, eviction_policy="evict_first"),
-        )
-        groups = groups + (_load_groups(scale, zero, minimum, lines * GROUPS, span, GROUPS, GROUP, SPAN),)
+            tl.load(
+                codes + word_at(lines[:, None], span, column, K, FIELDS, WORDS, LINES), eviction_policy="evict_first"
+            ),
+        )  # fmt: skip
+        groups = groups + (_load_groups(scale, zero, minimum, lines, span, GROUPS, GROUP, SPAN, LINES),)
     if PDL:
         # The preceding kernel may still read the scratch matrix.
         gdc_wait()

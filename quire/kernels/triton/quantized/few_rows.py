@@ -1,9 +1,10 @@
 """Weight-only GEMM `few`: 1 to 16 rows, weights straight from memory into the registers of tensor-core operands.
 
-A program owns tiles of 16 or 32 outputs (with a gate: half of them gate features, half up), one after the other. Its
-warps split K; each reads words of its spans, makes numbers of them in registers and multiplies them on tensor cores,
-weights on the side of 16, rows of x on the side of 8. Up to DEPTH spans of a warp are in flight, the first of them
-before `gdc_wait`, so they overlap the end of the preceding kernel. One exchange at the end of a tile sums over warps.
+A program owns a tile of 16 or 32 outputs (with a gate: half of them gate features, half up), or several, one after the
+other. Its warps split K; each reads words of its spans, makes numbers of them in registers and multiplies them on
+tensor cores, weights on the side of 16, rows of x on the side of 8. Up to DEPTH spans of a warp are in flight, some
+before `gdc_wait`, so they overlap the end of the preceding kernel. One exchange at the end of a tile sums over
+warps. A norm is not fused: computed by every program it takes longer than a kernel of its own.
 
 Bytes: codes, scales and zeros once; the input once per program, from cache. Operations: 2 per weight and row of 8, on
 tensor cores; about 2 instructions per weight to make numbers of codes, and one per 20 weights to load x.
@@ -20,19 +21,16 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from quire.kernels.triton.launch import gdc_launch_dependents, gdc_wait, pdl
+from quire.kernels.triton.launch import gdc_launch_dependents, gdc_wait, num_sms, pdl
 from quire.kernels.triton.quantized.gemm import WeightOnlyConfig, WeightOnlyGemm, WeightOnlyLaunch, WordWeight
 from quire.kernels.triton.quantized.layouts import (
     arange,
     batch_layouts,
     layout_jit,
     multiply,
-    open_row,
-    read_row,
-    write_row,
     zeros,
 )
-from quire.kernels.triton.quantized.words import EMULATED, offset_of, scale_of, split, unit, value
+from quire.kernels.triton.quantized.words import group_at, offset_of, scale_of, split, unit, value, word_at
 from quire.kernels.triton.skinny_gemm.direct import finish_tile, tile_lines
 
 MAX_ROWS = 16
@@ -44,7 +42,7 @@ MAX_CHUNKS = 32
 def _load(
     codes, scale, zero, minimum, lines, span, column,
     K: tl.constexpr, FIELDS: tl.constexpr, WORDS: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr,
-    EVEN: tl.constexpr,
+    LINES: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """Words of a span of each warp, scales of its groups, then their zeros or minimums.
 
@@ -55,12 +53,12 @@ def _load(
     if not EVEN:
         span = tl.minimum(span, K // SPAN - 1)
     # A step reads each weight once: it should not evict what is read again.
-    at = codes + lines[:, :, None] * (K // FIELDS) + span[:, :, None] * WORDS + column
+    at = codes + word_at(lines[:, :, None], span[:, :, None], column, K, FIELDS, WORDS, LINES)
     loaded = (tl.load(at, eviction_policy="evict_first"),)
     for index in tl.static_range(COUNT):
-        loaded = loaded + (tl.load(scale + lines * GROUPS + (span * SPAN + index * GROUP) // GROUP),)
+        loaded = loaded + (tl.load(scale + group_at(lines, (span * SPAN + index * GROUP) // GROUP, GROUPS, LINES)),)
     for index in tl.static_range(COUNT):
-        group = lines * GROUPS + (span * SPAN + index * GROUP) // GROUP
+        group = group_at(lines, (span * SPAN + index * GROUP) // GROUP, GROUPS, LINES)
         if zero is not None:
             loaded = loaded + (tl.load(zero + group),)
         if minimum is not None:
@@ -92,64 +90,26 @@ def _numbers(
 
 
 @triton.jit
-def _input(x, residual, gain, at, start, step, K: tl.constexpr, EVEN: tl.constexpr):
-    """Inputs `step` after those `at`, which are number `start` of their row.
-
-    With a gain (in the interpreter only, which has no shared memory) they are normed, but for 1 / rms.
-    """
-    if EVEN:
-        mask = start + at * 0 + step >= 0
-    else:
-        mask = start + at * 0 + step < K
+def _input(x, at, start, step, K: tl.constexpr, EVEN: tl.constexpr):
+    """Inputs `step` after those `at`, which are number `start` of their row."""
     if EVEN:
         taken = tl.load(x + at + step)
     else:
-        taken = tl.load(x + at + step, mask=mask, other=0.0)
-    if gain is not None:
-        if residual is not None:
-            carried = tl.load(residual + at + step, mask=mask, other=0.0)
-            taken = (taken.to(tl.float32) + carried.to(tl.float32)).to(taken.dtype)
-        taken = (taken.to(tl.float32) * tl.load(gain + at + step, mask=mask, other=0.0).to(tl.float32)).to(taken.dtype)
+        taken = tl.load(x + at + step, mask=start + at * 0 + step < K, other=0.0)
     return taken
 
 
 @layout_jit
-def _norm(
-    x, residual, gain, stream, memory, at, writes, eps, K: tl.constexpr, CHUNKS: tl.constexpr, LENGTH: tl.constexpr
-):  # fmt: skip
-    """1 / rms of the row x (+ residual), whose sum is written to `stream`, and times the gain to `memory`.
-
-    `at` is arange(0, LENGTH).
-    """
-    squares = at.to(tl.float32) * 0
-    for chunk in tl.static_range(CHUNKS):
-        column = chunk * LENGTH + at
-        inside = column < K
-        taken = tl.load(x + column, mask=inside, other=0.0)
-        if residual is not None:
-            carried = tl.load(residual + column, mask=inside, other=0.0)
-            taken = (taken.to(tl.float32) + carried.to(tl.float32)).to(taken.dtype)
-            tl.store(stream + column, taken, mask=inside & writes)
-        wide = taken.to(tl.float32)
-        squares += wide * wide
-        weighted = wide * tl.load(gain + column, mask=inside, other=0.0).to(tl.float32)
-        write_row(memory, chunk, weighted.to(taken.dtype), LENGTH)
-    return tl.rsqrt(tl.sum(squares, 0) / K + eps)
-
-
-@layout_jit
 def _outputs(
-    x, residual, gain, memory, codes, scale, zero, minimum, factor, bias, y, local, warp, column, at, start, held,
-    first, rows, N, inverse,
+    x, codes, scale, zero, minimum, factor, bias, y, local, warp, column, at, start, held, first, following, rows, N,
     K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SLICES: tl.constexpr, DEPTH: tl.constexpr,
     HELD: tl.constexpr, FORMAT: tl.constexpr, FIELDS: tl.constexpr, WORDS: tl.constexpr, GROUP: tl.constexpr,
-    GROUPS: tl.constexpr, SILU: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, LAYOUTS: tl.constexpr,
+    GROUPS: tl.constexpr, LINES: tl.constexpr, SILU: tl.constexpr, LOOP: tl.constexpr, LAYOUTS: tl.constexpr,
 ):  # fmt: skip
-    """Compute and store outputs from `first` on, tile TILE of TILES; returns the chunks held for those after them.
+    """Compute and store outputs from `first` on; returns the first DEPTH chunks of those from `following` on.
 
-    held: DEPTH chunks, of HELD tensors each; as one is used, the one DEPTH after it is loaded.
+    held: the first DEPTH chunks of this tile, of HELD tensors each; as one is used, the one DEPTH after it is loaded.
     """
-    B: tl.constexpr = LAYOUTS.b
     TOTAL: tl.constexpr = LAYOUTS.total
     DTYPE: tl.constexpr = x.dtype.element_ty
     SPAN: tl.constexpr = WORDS * FIELDS
@@ -158,44 +118,47 @@ def _outputs(
     EVEN: tl.constexpr = SPANS % SLICES == 0
     MINIMUM: tl.constexpr = minimum is not None
     OUTPUTS: tl.constexpr = BLOCK_N // 2 if SILU else BLOCK_N
+    lines = tile_lines(first, local, N, OUTPUTS, SILU)[None, :]
+    next_lines = tile_lines(following, local, N, OUTPUTS, SILU)[None, :]
     factors = None
     if factor is not None:
-        factors = tl.load(factor + tile_lines(first, local, N, OUTPUTS, SILU)[None, :] + warp * 0)
+        factors = tl.load(factor + lines + warp * 0)
     # Two sums: a product waits for the one before it.
     total = zeros([SLICES, BLOCK_N, BLOCK_M], TOTAL)
     other = zeros([SLICES, BLOCK_N, BLOCK_M], TOTAL)
     for chunk in tl.static_range(CHUNKS):
         present = held[:HELD]
         held = held[HELD:]
-        if TILE * CHUNKS + chunk + DEPTH < TILES * CHUNKS:
-            lines = tile_lines(first + (chunk + DEPTH) // CHUNKS * OUTPUTS, local, N, OUTPUTS, SILU)[None, :]
-            span = warp + (chunk + DEPTH) % CHUNKS * SLICES
+        if chunk + DEPTH < CHUNKS:
             held = held + _load(
-                codes, scale, zero, minimum, lines, span, column, K, FIELDS, WORDS, GROUPS, GROUP, EVEN
+                codes, scale, zero, minimum, lines, warp + (chunk + DEPTH) * SLICES, column, K, FIELDS, WORDS, GROUPS,
+                GROUP, LINES, EVEN,
+            )  # fmt: skip
+        elif LOOP:
+            held = held + _load(
+                codes, scale, zero, minimum, next_lines, warp + (chunk + DEPTH - CHUNKS) * SLICES, column, K, FIELDS,
+                WORDS, GROUPS, GROUP, LINES, EVEN,
             )  # fmt: skip
         fields = split(present[0], FORMAT, DTYPE)
         for field in tl.static_range(FIELDS):
             numbers = _numbers(fields, present[1:], factors, field, WORDS, GROUP, SPAN, FORMAT, MINIMUM, DTYPE)
-            if gain is not None and not EMULATED:
-                taken = read_row(memory, chunk, field, WORDS, SLICES, BLOCK_M, B)
-            else:
-                taken = _input(x, residual, gain, at, start, chunk * SLICES * SPAN + field * WORDS, K, EVEN)
+            taken = _input(x, at, start, chunk * SLICES * SPAN + field * WORDS, K, EVEN)
             if field % 2 == 0:
                 total = multiply(numbers, taken, total)
             else:
                 other = multiply(numbers, taken, other)
-    sums = tl.sum(total + other, 0) * (inverse * unit(FORMAT, DTYPE))
+    sums = tl.sum(total + other, 0) * unit(FORMAT, DTYPE)
     finish_tile(sums, bias, y, first, rows, N, BLOCK_M, BLOCK_N, SILU, LAYOUTS)
     return held
 
 
 @layout_jit(do_not_specialize=["rows"])
 def _few(
-    x, residual, gain, codes, scale, zero, minimum, factor, bias, stream, y, rows, N, eps,
+    x, codes, scale, zero, minimum, factor, bias, y, rows, N,
     K: tl.constexpr, ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SLICES: tl.constexpr,
     DEPTH: tl.constexpr, FORMAT: tl.constexpr, FIELDS: tl.constexpr, WORDS: tl.constexpr, GROUP: tl.constexpr,
-    GROUPS: tl.constexpr, SILU: tl.constexpr, TILES: tl.constexpr, LAYOUTS: tl.constexpr, EARLY: tl.constexpr,
-    PDL: tl.constexpr,
+    GROUPS: tl.constexpr, LINES: tl.constexpr, SILU: tl.constexpr, LOOP: tl.constexpr, LAYOUTS: tl.constexpr,
+    EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     SLICE_A: tl.constexpr = LAYOUTS.slice_a
     OUTPUT_A: tl.constexpr = LAYOUTS.output_a
@@ -203,25 +166,23 @@ def _few(
     SLICE_B: tl.constexpr = LAYOUTS.slice_b
     INPUT_B: tl.constexpr = LAYOUTS.input_b
     ROW_B: tl.constexpr = LAYOUTS.row_b
-    LINE: tl.constexpr = LAYOUTS.line
-    DTYPE: tl.constexpr = x.dtype.element_ty
     SPAN: tl.constexpr = WORDS * FIELDS
-    SPANS: tl.constexpr = K // SPAN
-    CHUNKS: tl.constexpr = (SPANS + SLICES - 1) // SLICES
-    EVEN: tl.constexpr = SPANS % SLICES == 0
+    EVEN: tl.constexpr = (K // SPAN) % SLICES == 0
     OUTPUTS: tl.constexpr = BLOCK_N // 2 if SILU else BLOCK_N
     COUNT: tl.constexpr = SPAN // GROUP if GROUP < SPAN else 1
     HELD: tl.constexpr = 1 + COUNT * (2 if zero is not None or minimum is not None else 1)  # tiles of a chunk
     program = tl.program_id(0)
-    begin = program * (OUTPUTS * TILES)
+    first = program * OUTPUTS
     local = arange(0, BLOCK_N, OUTPUT_A)
     column = arange(0, WORDS, INPUT_A)[None, None, :]
     warp = arange(0, SLICES, SLICE_A)[:, None]
+    lines = tile_lines(first, local, N, OUTPUTS, SILU)[None, :]
     held = ()
     for chunk in tl.static_range(DEPTH):
-        lines = tile_lines(begin + chunk // CHUNKS * OUTPUTS, local, N, OUTPUTS, SILU)[None, :]
-        span = warp + chunk % CHUNKS * SLICES
-        held = held + _load(codes, scale, zero, minimum, lines, span, column, K, FIELDS, WORDS, GROUPS, GROUP, EVEN)
+        held = held + _load(
+            codes, scale, zero, minimum, lines, warp + chunk * SLICES, column, K, FIELDS, WORDS, GROUPS, GROUP, LINES,
+            EVEN,
+        )  # fmt: skip
     if PDL:
         if EARLY:
             gdc_launch_dependents()
@@ -234,34 +195,34 @@ def _few(
         at = start + row * 0
     else:
         at = start + tl.minimum(row, rows - 1) * K
-    inverse = 1.0
-    memory = None
-    if gain is not None:
-        memory = open_row(CHUNKS, SLICES, FIELDS, WORDS, DTYPE)
-        line = arange(0, SLICES * SPAN, LINE)
-        inverse = _norm(x, residual, gain, stream, memory, line, program == 0, eps, K, CHUNKS, SLICES * SPAN)
-    for tile in tl.static_range(TILES):
-        held = _outputs(
-            x, residual, gain, memory, codes, scale, zero, minimum, factor, bias, y, local, warp, column, at, start,
-            held, begin + tile * OUTPUTS, rows, N, inverse, K, BLOCK_M, BLOCK_N, SLICES, DEPTH, HELD, FORMAT, FIELDS,
-            WORDS, GROUP, GROUPS, SILU, tile, TILES, LAYOUTS,
+    if LOOP:
+        step = tl.num_programs(0) * OUTPUTS
+        for begin in range(first, N, step):
+            held = _outputs(
+                x, codes, scale, zero, minimum, factor, bias, y, local, warp, column, at, start, held, begin,
+                begin + step, rows, N, K, BLOCK_M, BLOCK_N, SLICES, DEPTH, HELD, FORMAT, FIELDS, WORDS, GROUP, GROUPS,
+                LINES, SILU, LOOP, LAYOUTS,
+            )  # fmt: skip
+    else:
+        _outputs(
+            x, codes, scale, zero, minimum, factor, bias, y, local, warp, column, at, start, held, first, first, rows,
+            N, K, BLOCK_M, BLOCK_N, SLICES, DEPTH, HELD, FORMAT, FIELDS, WORDS, GROUP, GROUPS, LINES, SILU, LOOP,
+            LAYOUTS,
         )  # fmt: skip
 
 
 def few_launch(gemm: WeightOnlyGemm, config: WeightOnlyConfig) -> WeightOnlyLaunch:
-    """The launch of a GEMM of at most `config.block_m` rows; a fused norm: of one row."""
-    if gemm.rows > config.block_m or (gemm.gain is not None and gemm.rows > 1):
+    """The launch of a GEMM of at most `config.block_m` rows."""
+    if gemm.rows > config.block_m:
         raise ValueError(f"{config} is for fewer than {gemm.rows} rows")
     out = gemm.new_output()
     outputs = out.shape[1]
     weight = gemm.weight
-    arguments = (
-        gemm.x, gemm.residual, gemm.gain, *weight.tensors, gemm.bias, gemm.stream, out, gemm.rows, outputs, gemm.eps,
-    )  # fmt: skip
-    constants = weight.constants | _constants(
-        config, gemm.rows == 1, weight.inputs // weight.span, weight.words, weight.span
-    )
-    programs = triton.cdiv(outputs, config.tiles * config.block_n // (2 if gemm.silu else 1))
+    arguments = (gemm.x, *weight.tensors, gemm.bias, out, gemm.rows, outputs)
+    constants = weight.constants | _constants(config, gemm.rows == 1, weight.inputs // weight.span, weight.words)
+    programs = triton.cdiv(outputs, config.block_n // (2 if gemm.silu else 1))
+    if config.programs:
+        programs = min(programs, config.programs * num_sms())
     return WeightOnlyLaunch(_few, programs, arguments, constants | {"SILU": gemm.silu}, out)
 
 
@@ -271,7 +232,7 @@ def fits(weight: WordWeight, config: WeightOnlyConfig) -> bool:
 
 
 @functools.cache
-def _constants(config: WeightOnlyConfig, single: bool, spans: int, words: int, span: int) -> dict[str, Any]:
+def _constants(config: WeightOnlyConfig, single: bool, spans: int, words: int) -> dict[str, Any]:
     """Constexpr arguments and launch options."""
     chunks = triton.cdiv(spans, config.warps)
     return {
@@ -279,9 +240,9 @@ def _constants(config: WeightOnlyConfig, single: bool, spans: int, words: int, s
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         "SLICES": config.warps,
-        "DEPTH": min(config.depth, chunks * config.tiles),
-        "TILES": config.tiles,
-        "LAYOUTS": batch_layouts(config.warps, words, span, config.block_m),
+        "DEPTH": min(config.depth, chunks),
+        "LOOP": config.programs > 0,
+        "LAYOUTS": batch_layouts(config.warps, words, config.block_m),
         "EARLY": config.early,
         "num_warps": config.warps,
         **pdl(),

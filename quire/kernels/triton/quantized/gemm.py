@@ -10,13 +10,14 @@ import torch
 from quire.kernels.triton.launch import INTERPRETED
 from quire.kernels.weights.fp4 import Fp4Weight
 from quire.kernels.weights.grouped import GroupedWeight
+from quire.kernels.weights.packing import LINES
 
 
 class WordWeight(NamedTuple):
     """A matrix [outputs, inputs] of codes packed as words, as kernels read it."""
 
     codes: torch.Tensor
-    """int16 [outputs, words]."""
+    """int16 [outputs, words]; `lines` of them side by side, as scales, zeros and minimums are."""
     scale: torch.Tensor
     """[outputs, groups]: of the activations' dtype, or bytes (MXFP4: exponents, NVFP4: e4m3)."""
     zero: torch.Tensor | None
@@ -30,6 +31,8 @@ class WordWeight(NamedTuple):
     outputs: int
     inputs: int
     dtype: torch.dtype
+    lines: int
+    """Outputs that lie side by side: 8, or 1 (`kernels/weights/packing.py`)."""
 
     @property
     def fields(self) -> int:
@@ -46,7 +49,7 @@ class WordWeight(NamedTuple):
         """Constexpr arguments of every kernel."""
         return {
             "K": self.inputs, "FORMAT": self.format, "FIELDS": self.fields, "WORDS": self.words, "GROUP": self.group,
-            "GROUPS": self.scale.shape[1],
+            "GROUPS": self.scale.shape[1], "LINES": self.lines,
         }  # fmt: skip
 
     def to_meta(self) -> WordWeight:
@@ -74,6 +77,7 @@ def as_words(weight: GroupedWeight | Fp4Weight) -> WordWeight | None:
     if not all(tensor.is_contiguous() for tensor in weight.tensors.values()):
         return None
     outputs, inputs = weight.shape
+    lines = LINES if weight.side_by_side else 1
     codes, scale = weight.codes.view(torch.int16), weight.scale
     if isinstance(weight, GroupedWeight):
         group = min(weight.group, inputs)
@@ -81,14 +85,14 @@ def as_words(weight: GroupedWeight | Fp4Weight) -> WordWeight | None:
             return None
         return WordWeight(
             codes, scale, weight.zero, weight.minimum, None, f"int{weight.bits}", group, weight.span, outputs, inputs,
-            weight.dtype,
+            weight.dtype, lines,
         )  # fmt: skip
     if weight.dtype is not torch.bfloat16 and not INTERPRETED:
         return None  # most scales of MXFP4 are not float16 numbers
     name = "mxfp4" if scale.dtype is torch.uint8 else "nvfp4"
     return WordWeight(
         codes, scale.view(torch.uint8), None, None, weight.factor, name, weight.group, weight.span, outputs, inputs,
-        weight.dtype,
+        weight.dtype, lines,
     )  # fmt: skip
 
 
@@ -109,8 +113,6 @@ class WeightOnlyConfig:
     """Split-K: programs that share the inputs of a tile (`tile`)."""
     programs: int = 0
     """Persistent programs per multiprocessor (`tile`: stream-K); 0: one per tile."""
-    tiles: int = 1
-    """Tiles of a program, one after the other (`few`)."""
     early: bool = False
     """Whether dependents are launched before `gdc_wait` rather than after (`few`)."""
 
@@ -123,14 +125,7 @@ class WeightOnlyGemm:
     """[rows, in]."""
     weight: WordWeight
     bias: torch.Tensor | None = None
-    gain: torch.Tensor | None = None
-    """The norm's weight [in]; None: no norm."""
-    residual: torch.Tensor | None = None
-    """Added to x before the norm."""
-    eps: float = 0.0
     silu: bool = False
-    stream: torch.Tensor | None = None
-    """Output of residual + x."""
 
     @property
     def rows(self) -> int:

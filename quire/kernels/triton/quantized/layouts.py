@@ -42,26 +42,6 @@ if INTERPRETED:
         return tl.dot(a, b, total, input_precision="ieee")
 
     @triton.jit
-    def open_row(
-        CHUNKS: tl.constexpr, SLICES: tl.constexpr, FIELDS: tl.constexpr, WORDS: tl.constexpr, DTYPE: tl.constexpr
-    ):  # fmt: skip
-        """Shared memory for a row of CHUNKS chunks. Not in the interpreter."""
-        return 0
-
-    @triton.jit
-    def write_row(memory, chunk, values, LENGTH: tl.constexpr):
-        """Write a chunk of the row."""
-        return
-
-    @triton.jit
-    def read_row(
-        memory, chunk, FIELD: tl.constexpr, WORDS: tl.constexpr, SLICES: tl.constexpr, ROWS: tl.constexpr,
-        LAYOUT: tl.constexpr,
-    ):  # fmt: skip
-        """One field of a chunk's spans, one for each of SLICES warps, as [SLICES, WORDS, ROWS]: all rows the same."""
-        return
-
-    @triton.jit
     def open_inputs(
         COUNT: tl.constexpr, SLICES: tl.constexpr, WORDS: tl.constexpr, ROWS: tl.constexpr, DTYPE: tl.constexpr,
         LAYOUT: tl.constexpr,
@@ -97,16 +77,18 @@ if INTERPRETED:
     @triton.jit
     def fill_stage(
         view, words_view, tiles, words, barriers, stage, row, output, span, wanted,
-        FIELDS: tl.constexpr, WORDS: tl.constexpr, PAIRED: tl.constexpr,
+        FIELDS: tl.constexpr, WORDS: tl.constexpr, LINES: tl.constexpr, PAIRED: tl.constexpr,
     ):  # fmt: skip
         """Begin to load a span of x from `row` on and of the weight from `output` on, if `wanted`, into a stage that no
         thread reads. PAIRED: eight lines of `output` and eight of its other half alternate."""
         return
 
     @triton.jit
-    def read_words(words, stage, word, span, WORDS: tl.constexpr, SHAPE: tl.constexpr, LAYOUT: tl.constexpr):
+    def read_words(
+        words, stage, word, span, WORDS: tl.constexpr, LINES: tl.constexpr, SHAPE: tl.constexpr, LAYOUT: tl.constexpr
+    ):  # fmt: skip
         """A stage's words; in the interpreter those of `span`, where those of the first one lie at `word`."""
-        return tl.load(word + span * WORDS)
+        return tl.load(word + span * (LINES * WORDS))
 
     @triton.jit
     def await_stage(barriers, stage, phase):
@@ -169,25 +151,6 @@ else:
         return mma_v2(a, b, total)
 
     @gluon.jit
-    def open_row(
-        CHUNKS: gl.constexpr, SLICES: gl.constexpr, FIELDS: gl.constexpr, WORDS: gl.constexpr, DTYPE: gl.constexpr
-    ):  # fmt: skip
-        layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
-        return gl.allocate_shared_memory(DTYPE, [CHUNKS, SLICES, FIELDS, WORDS], layout)
-
-    @gluon.jit
-    def write_row(memory, chunk, values, LENGTH: gl.constexpr):
-        memory.index(chunk).reshape([LENGTH]).store(values)
-
-    @gluon.jit
-    def read_row(
-        memory, chunk, FIELD: gl.constexpr, WORDS: gl.constexpr, SLICES: gl.constexpr, ROWS: gl.constexpr,
-        LAYOUT: gl.constexpr,
-    ):  # fmt: skip
-        field = memory.index(chunk).slice(FIELD, 1, dim=1).permute((0, 2, 1)).load(LAYOUT)
-        return tl.broadcast_to(field, (SLICES, WORDS, ROWS))
-
-    @gluon.jit
     def open_inputs(
         COUNT: gl.constexpr, SLICES: gl.constexpr, WORDS: gl.constexpr, ROWS: gl.constexpr, DTYPE: gl.constexpr,
         LAYOUT: gl.constexpr,
@@ -222,22 +185,25 @@ else:
     @gluon.jit
     def fill_stage(
         view, words_view, tiles, words, barriers, stage, row, output, span, wanted,
-        FIELDS: gl.constexpr, WORDS: gl.constexpr, PAIRED: gl.constexpr,
+        FIELDS: gl.constexpr, WORDS: gl.constexpr, LINES: gl.constexpr, PAIRED: gl.constexpr,
     ):  # fmt: skip
         barrier = barriers.index(stage)
         mbarrier.expect(barrier, FIELDS * view.block_type.nbytes + words_view.block_type.nbytes, pred=wanted)
         if PAIRED:
-            at = [output // 8, 0, 0, span * WORDS]
+            at = [output // LINES, 0, span * LINES * WORDS]
         else:
-            at = [output, span * WORDS]
+            at = [output // LINES, span * LINES * WORDS]
         tma.async_copy_global_to_shared(words_view, at, barrier, words.index(stage), pred=wanted)
         for field in gl.static_range(FIELDS):
             place = [row, (span * FIELDS + field) * WORDS]
             tma.async_copy_global_to_shared(view, place, barrier, tiles.index(stage * FIELDS + field), pred=wanted)
 
     @gluon.jit
-    def read_words(words, stage, word, span, WORDS: gl.constexpr, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
-        return words.index(stage).reshape(SHAPE).load(LAYOUT)
+    def read_words(
+        words, stage, word, span, WORDS: gl.constexpr, LINES: gl.constexpr, SHAPE: gl.constexpr, LAYOUT: gl.constexpr
+    ):  # fmt: skip
+        runs: gl.constexpr = [SHAPE[0] // LINES, 2, LINES, WORDS // 2]
+        return words.index(stage).reshape(runs).permute((0, 2, 1, 3)).reshape(SHAPE).load(LAYOUT)
 
     @gluon.jit
     def await_stage(barriers, stage, phase):
@@ -276,8 +242,6 @@ class BatchLayouts(NamedTuple):
     b: Any
     total: Any
     """[s, outputs, rows]."""
-    line: Any
-    """Of a vector of one span a warp."""
     output_y: Any
     """Of arange over outputs, to be indexed [:, None], beside [outputs, rows] as stored."""
     row_y: Any
@@ -285,10 +249,10 @@ class BatchLayouts(NamedTuple):
 
 
 @functools.cache
-def batch_layouts(warps: int, words: int, span: int, rows: int) -> BatchLayouts:
+def batch_layouts(warps: int, words: int, rows: int) -> BatchLayouts:
     """Layouts for tiles of `words` inputs; a thread holds words / 4 of an output, in runs of words / 8."""
     if INTERPRETED:
-        return BatchLayouts(*[None] * 12)
+        return BatchLayouts(*[None] * len(BatchLayouts._fields))
     total = gl.NVMMADistributedLayout([2, 0], [warps, 1, 1], [1, 16, 8])
     a = gl.DotOperandLayout(0, total, words // 8)
     b = gl.DotOperandLayout(1, total, words // 8)
@@ -302,7 +266,6 @@ def batch_layouts(warps: int, words: int, span: int, rows: int) -> BatchLayouts:
         row_b=gl.SliceLayout(0, gl.SliceLayout(1, b)),
         b=b,
         total=total,
-        line=gl.BlockedLayout([max(span // 32, 1)], [32], [warps], [0]),
         output_y=gl.SliceLayout(1, y),
         row_y=gl.SliceLayout(0, y),
         y=y,
@@ -470,13 +433,15 @@ def tile_descriptor(x: Any, rows: int, words: int) -> Any:
     return TensorDescriptor.from_tensor(x, [rows, words], gl.NVMMASharedLayout.get_default_for([rows, words], kind))
 
 
-def words_descriptor(codes: Any, outputs: int, words: int, paired: bool) -> Any:
-    """Codes int16 [out, words of a row] for TMA, in tiles of `outputs` lines; paired: eight lines of the first half and
-    eight of the second alternate."""
+def words_descriptor(codes: Any, outputs: int, words: int, lines: int, paired: bool) -> Any:
+    """Codes int16 [out, words of a row], `lines` outputs side by side, for TMA, in tiles of `outputs` outputs; paired:
+    `lines` of the first half and as many of the second alternate."""
     if INTERPRETED:
         return None
-    block = [outputs // 16, 2, 8, words] if paired else [outputs, words]
+    height, width = codes.shape[0] // lines, codes.shape[1] * lines
     if paired:
-        lines, width = codes.shape
-        codes = codes.as_strided((lines // 16, 2, 8, width), (8 * width, lines // 2 * width, width, 1))
+        codes = codes.as_strided((height // 2, 2, width), (width, height // 2 * width, 1))
+        block = [outputs // (2 * lines), 2, lines * words]
+    else:
+        codes, block = codes.view(height, width), [outputs // lines, lines * words]
     return TensorDescriptor.from_tensor(codes, block, gl.NVMMASharedLayout.get_default_for(block, gl.int16))

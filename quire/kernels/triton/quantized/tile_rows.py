@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from quire.kernels.triton.launch import gdc_launch_dependents, gdc_wait, num_sms, pdl
-from quire.kernels.triton.quantized.gemm import WeightOnlyConfig, WeightOnlyGemm, WeightOnlyLaunch
+from quire.kernels.triton.quantized.gemm import WeightOnlyConfig, WeightOnlyGemm, WeightOnlyLaunch, WordWeight
 from quire.kernels.triton.quantized.layouts import (
     arange,
     await_stage,
@@ -39,9 +39,10 @@ from quire.kernels.triton.quantized.layouts import (
     words_descriptor,
     zeros,
 )
-from quire.kernels.triton.quantized.words import offset_of, scale_of, split, unit, value
+from quire.kernels.triton.quantized.words import group_at, offset_of, scale_of, split, unit, value, word_at
 from quire.kernels.triton.skinny_gemm.common import finish
 from quire.kernels.triton.skinny_gemm.tile import MAX_SHARED_TILES, _arrivals, _first_iteration, _owner
+from quire.kernels.weights.packing import LINES
 
 PREFETCH_WORDS = 256
 """Words of each output that are prefetched into L2 before `gdc_wait`, at most."""
@@ -58,18 +59,21 @@ def prefetch_span(at, WORDS: tl.constexpr):
 
 @triton.jit
 def _load_groups(
-    scale, zero, minimum, at, span, GROUPS: tl.constexpr, GROUP: tl.constexpr, SPAN: tl.constexpr
+    scale, zero, minimum, lines, span, GROUPS: tl.constexpr, GROUP: tl.constexpr, SPAN: tl.constexpr,
+    LINES: tl.constexpr,
 ):  # fmt: skip
-    """Scales of a span's groups, then their zeros or minimums, of outputs whose groups begin `at`.
+    """Scales of a span's groups, then their zeros or minimums, of outputs `lines`.
 
     Past the last group the last repeats.
     """
     COUNT: tl.constexpr = SPAN // GROUP if GROUP < SPAN else 1
     loaded = ()
     for index in tl.static_range(COUNT):
-        loaded = loaded + (tl.load(scale + at + tl.minimum((span * SPAN + index * GROUP) // GROUP, GROUPS - 1)),)
+        number = tl.minimum((span * SPAN + index * GROUP) // GROUP, GROUPS - 1)
+        loaded = loaded + (tl.load(scale + group_at(lines, number, GROUPS, LINES)),)
     for index in tl.static_range(COUNT):
-        group = at + tl.minimum((span * SPAN + index * GROUP) // GROUP, GROUPS - 1)
+        number = tl.minimum((span * SPAN + index * GROUP) // GROUP, GROUPS - 1)
+        group = group_at(lines, number, GROUPS, LINES)
         if zero is not None:
             loaded = loaded + (tl.load(zero + group),)
         if minimum is not None:
@@ -137,8 +141,8 @@ def _slot(program, tile, steps, work, programs):
 def _tile(
     x, view, words_view, codes, scale, zero, minimum, factor, bias, y, parts, arrivals, rows, N,
     K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, FORMAT: tl.constexpr,
-    FIELDS: tl.constexpr, WORDS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, SILU: tl.constexpr,
-    LAYOUTS: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
+    FIELDS: tl.constexpr, WORDS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, LINES: tl.constexpr,
+    SILU: tl.constexpr, LAYOUTS: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     A: tl.constexpr = LAYOUTS.a
     SHAPE: tl.constexpr = [BLOCK_N, WORDS]
@@ -184,15 +188,18 @@ def _tile(
         factors = None
         if factor is not None:
             factors = tl.load(factor + lines)
-        word = codes + lines[:, None] * WIDTH + arange(0, WORDS, INPUT_A)[None, :]
-        groups = lines * GROUPS
+        word = codes + word_at(lines[:, None], 0, arange(0, WORDS, INPUT_A)[None, :], K, FIELDS, WORDS, LINES)
         # Two spans ahead: the compiler does not pipeline loads this narrow.
-        loaded = _load_groups(scale, zero, minimum, groups, low, GROUPS, GROUP, SPAN)
-        later = _load_groups(scale, zero, minimum, groups, tl.minimum(low + 1, high - 1), GROUPS, GROUP, SPAN)
+        loaded = _load_groups(scale, zero, minimum, lines, low, GROUPS, GROUP, SPAN, LINES)
+        later = _load_groups(
+            scale, zero, minimum, lines, tl.minimum(low + 1, high - 1), GROUPS, GROUP, SPAN, LINES
+        )  # fmt: skip
         if PDL:
             if tile == begin // steps:
                 # Not past the end of the row: for the last row that is the end of memory.
-                prefetch_span(codes + lines * WIDTH + tl.minimum(low * WORDS, WIDTH - PREFETCH), PREFETCH)
+                beside = lines % LINES
+                prefetched = (lines - beside) * WIDTH + tl.minimum(low * WORDS, WIDTH - PREFETCH) * LINES
+                prefetch_span(codes + prefetched + beside * PREFETCH, PREFETCH)
                 gdc_wait()
                 gdc_launch_dependents()
         tiles, stages, barriers = open_stages(view, words_view, STAGES, FIELDS)
@@ -200,10 +207,10 @@ def _tile(
         for stage in tl.static_range(STAGES):
             fill_stage(
                 view, words_view, tiles, stages, barriers, stage, row, output, low + stage, low + stage < high,
-                FIELDS, WORDS, SILU,
+                FIELDS, WORDS, LINES, SILU,
             )  # fmt: skip
         await_stage(barriers, 0, 0)
-        words = read_words(stages, 0, word, low, WORDS, SHAPE, A)
+        words = read_words(stages, 0, word, low, WORDS, LINES, SHAPE, A)
         numbers = _decode(words, loaded, factors, FORMAT, FIELDS, WORDS, GROUP, MINIMUM, DTYPE)
         total = zeros([BLOCK_N, BLOCK_M], TOTAL)
         stage = 0
@@ -218,7 +225,7 @@ def _tile(
             # all threads have read, is filled again.
             loaded = later
             later = _load_groups(
-                scale, zero, minimum, groups, tl.minimum(span + 2, high - 1), GROUPS, GROUP, SPAN
+                scale, zero, minimum, lines, tl.minimum(span + 2, high - 1), GROUPS, GROUP, SPAN, LINES
             )  # fmt: skip
             before = (stage + STAGES - 1) % STAGES
             stage += 1
@@ -228,13 +235,13 @@ def _tile(
             following = tl.minimum(span + 1, high - 1)
             if span + 1 < high:
                 await_stage(barriers, stage, phase)
-            words = read_words(stages, stage, word, following, WORDS, SHAPE, A)
+            words = read_words(stages, stage, word, following, WORDS, LINES, SHAPE, A)
             decoded = _decode(words, loaded, factors, FORMAT, FIELDS, WORDS, GROUP, MINIMUM, DTYPE)
             if (span > low) & (span - 1 + STAGES < high):
                 synchronize()
                 fill_stage(
                     view, words_view, tiles, stages, barriers, before, row, output, span - 1 + STAGES, True,
-                    FIELDS, WORDS, SILU,
+                    FIELDS, WORDS, LINES, SILU,
                 )  # fmt: skip
             total, numbers = finish_products(sums, numbers, decoded)
         synchronize()
@@ -269,13 +276,18 @@ def _tile(
             finish(out, up, bias, y, line, column, rows, N, SILU)
 
 
+def can_gate(weight: WordWeight) -> bool:
+    """Whether the kernel can multiply the outputs' halves: it pairs what lies side by side."""
+    return weight.lines == LINES and weight.outputs % (2 * LINES) == 0
+
+
 def tile_launch(gemm: WeightOnlyGemm, config: WeightOnlyConfig) -> WeightOnlyLaunch:
-    """The launch of a GEMM of any number of rows, without a norm."""
-    if gemm.gain is not None:
-        raise ValueError(f"{config}: no norm is fused into this kernel")
+    """The launch of a GEMM of any number of rows."""
     if config.depth < 3:
         # A stage is filled in the step before it is waited for.
         raise ValueError(f"{config}: fewer than 3 stages")
+    if gemm.silu and not can_gate(gemm.weight):
+        raise ValueError(f"{config}: {gemm.weight.outputs} outputs are not eights of gate and up features")
     out = gemm.new_output()
     weight, rows, outputs = gemm.weight, gemm.rows, out.shape[1]
     tiles = triton.cdiv(rows, config.block_m) * triton.cdiv(outputs, config.block_n // (2 if gemm.silu else 1))
@@ -288,7 +300,7 @@ def tile_launch(gemm: WeightOnlyGemm, config: WeightOnlyConfig) -> WeightOnlyLau
         parts = out.new_empty(slots * config.block_n * config.block_m, dtype=torch.float32)
         arrivals = _arrivals(out.device)
     view = tile_descriptor(gemm.x, config.block_m, weight.words)
-    words_view = words_descriptor(weight.codes, config.block_n, weight.words, gemm.silu)
+    words_view = words_descriptor(weight.codes, config.block_n, weight.words, weight.lines, gemm.silu)
     arguments = (gemm.x, view, words_view, *weight.tensors, gemm.bias, out, parts, arrivals, rows, outputs)
     constants = weight.constants | _constants(config, weight.inputs // weight.fields, gemm.silu)
     return WeightOnlyLaunch(_tile, programs, arguments, constants, out)

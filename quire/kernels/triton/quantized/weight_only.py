@@ -27,7 +27,7 @@ from quire.kernels.triton.quantized.gemm import (
     WordWeight,
     as_words,
 )
-from quire.kernels.triton.quantized.tile_rows import tile_launch
+from quire.kernels.triton.quantized.tile_rows import can_gate, tile_launch
 from quire.kernels.triton.tuning_table import bucket_of
 from quire.kernels.weights.fp4 import Fp4Weight
 from quire.kernels.weights.grouped import GroupedWeight
@@ -36,7 +36,7 @@ USE_KERNELS = not INTERPRETED
 """Whether products run our kernels. Off in the interpreter, which takes seconds for each; tests enable it."""
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 """Rows that kernels are chosen for. More rows dequantize the matrix and leave the product to cuBLAS."""
-TILES = {16: (128, 4, 8), 32: (64, 4, 8), 64: (64, 4, 5), 128: (64, 4, 6), 256: (128, 8, 3)}
+TILES = {16: (64, 4, 8), 32: (64, 4, 8), 64: (64, 4, 5), 128: (64, 4, 6), 256: (128, 8, 3)}
 """(outputs, warps, stages) of `tile`, by rows."""
 TALL_TILES = TILES | {32: (128, 4, 6), 128: (64, 4, 3)}
 """The same for weights of at least MANY_OUTPUTS outputs."""
@@ -45,6 +45,8 @@ MIN_SPANS = 8
 DEEP = 64
 """Spans of inputs from which on a weight is deep: more programs share its inputs."""
 MANY_OUTPUTS = 16384
+SMALL_OUTPUTS = 4096
+"""Up to so many outputs `few` is faster with 16 rows, too."""
 INVARIANT = WeightOnlyConfig("tile", block_n=128, block_m=64, warps=8, depth=4)
 """Batch-invariant: one tile shape, whole sums, for any number of rows."""
 
@@ -80,9 +82,10 @@ def choose(outputs: int, spans: int, rows: int) -> WeightOnlyConfig:
     is_tall, is_deep = outputs >= MANY_OUTPUTS, spans > DEEP
     if bucket is None or bucket > 256 or (bucket == 256 and not is_tall):
         return WeightOnlyConfig("dequantize")
-    if bucket <= few_rows.MAX_ROWS and spans <= 8 * few_rows.MAX_CHUNKS and not (bucket == 16 and (is_tall or is_deep)):
+    is_small = outputs <= SMALL_OUTPUTS and not is_deep
+    if bucket <= few_rows.MAX_ROWS and spans <= 8 * few_rows.MAX_CHUNKS and (bucket < 16 or is_small):
         block_n = 32 if bucket == 8 and is_tall else 16
-        depth = 6 if is_deep else 4 if outputs > 4096 or bucket == 16 else 8
+        depth = 4 if is_deep or is_tall else 8
         return WeightOnlyConfig("few", block_n, max(bucket, 8), 8 if is_deep else 4, depth)
     if outputs % 256 or spans < MIN_SPANS:
         return WeightOnlyConfig("dequantize")
@@ -91,8 +94,12 @@ def choose(outputs: int, spans: int, rows: int) -> WeightOnlyConfig:
     tiles = triton.cdiv(outputs, block_n)
     if tiles > num_sms():
         # Stream-K where the last round of tiles would leave most multiprocessors idle.
-        return config if bucket in (32, 256) else replace(config, programs=2)
-    split = {16: 8, 128: 2}.get(bucket, 4) if is_deep else 1 if bucket == 128 and tiles > num_sms() // 2 else 2
+        programs = {16: 3, 128: 2}.get(bucket, 0)
+        return replace(config, programs=programs)
+    if is_deep:
+        split = {16: 6, 128: 2}.get(bucket, 4)
+    else:
+        split = 4 if bucket == 16 else 1 if bucket == 128 and tiles > num_sms() // 2 else 2
     return replace(config, split=max(1, min(split, spans // 4)))
 
 
@@ -103,8 +110,6 @@ class WeightOnlyKernel(NamedTuple):
     """On the meta device."""
     rows: int
     config: WeightOnlyConfig
-    normed: bool
-    residual: bool
     silu: bool
     bias: bool
 
@@ -113,9 +118,7 @@ class WeightOnlyKernel(NamedTuple):
         weight = self.weight
         x = torch.empty(self.rows, weight.inputs, dtype=weight.dtype, device="meta")
         bias = x.new_empty(weight.outputs) if self.bias else None
-        gain = x.new_empty(weight.inputs) if self.normed else None
-        residual = torch.empty_like(x) if self.residual else None
-        return WeightOnlyGemm(x, weight, bias, gain, residual, 1e-5, self.silu, residual)
+        return WeightOnlyGemm(x, weight, bias, self.silu)
 
     def compile(self) -> None:
         """Compile the kernel, into Triton's cache on disk as well."""
@@ -127,7 +130,7 @@ class WeightOnlyKernel(NamedTuple):
     @property
     def key(self) -> Hashable:
         """Equal for kernels that are compiled once."""
-        kind = (self.config, self.normed, self.residual, self.silu, self.bias)
+        kind = (self.config, self.silu, self.bias)
         return (*kind, self.rows == 1) if self.config.kernel == "few" else kind
 
 
@@ -156,23 +159,6 @@ class WeightOnlyProducts(QuantizedProducts):
             return self.ops.linear_add(stream, self._ordered(x, weight), dequantize(words, scratch(words)), bias)
         return self.linear(x, weight, bias)
 
-    def norm_linear(
-        self,
-        x: torch.Tensor | None,
-        residual: torch.Tensor | None,
-        gain: torch.Tensor,
-        eps: float,
-        weight: GroupedWeight | Fp4Weight,
-        bias: torch.Tensor | None = None,
-        gated: bool = False,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        words = None if x is None or len(x) != 1 else self._words(x, weight)
-        if x is None or words is None or not self._fuses_norm(words, weight):
-            return super().norm_linear(x, residual, gain, eps, weight, bias, gated)
-        stream = x if residual is None else torch.empty_like(x)
-        gemm = WeightOnlyGemm(x, words, bias, gain, residual, eps, gated, None if residual is None else stream)
-        return run(gemm, self._config(words, 1)), stream
-
     def _product(
         self, x: torch.Tensor, weight: GroupedWeight | Fp4Weight, bias: torch.Tensor | None, gated: bool
     ) -> torch.Tensor:
@@ -185,6 +171,8 @@ class WeightOnlyProducts(QuantizedProducts):
         if config.kernel == "dequantize":
             matrix = dequantize(words, scratch(words))
             return self.ops.gated_linear(x, matrix, bias) if gated else self.ops.linear(x, matrix, bias)
+        if gated and config.kernel == "tile" and not can_gate(words):
+            return self.ops.silu_mul(run(WeightOnlyGemm(x, words, bias), config))
         return run(WeightOnlyGemm(x, words, bias, silu=gated), config)
 
     def _words(self, x: torch.Tensor, weight: GroupedWeight | Fp4Weight) -> WordWeight | None:
@@ -203,13 +191,6 @@ class WeightOnlyProducts(QuantizedProducts):
     def _config(self, words: WordWeight, rows: int) -> WeightOnlyConfig:
         return INVARIANT if self.invariant else choose(words.outputs, words.inputs // words.span, rows)
 
-    def _fuses_norm(self, words: WordWeight, weight: GroupedWeight | Fp4Weight) -> bool:
-        """Whether a norm of one row is fused into the product."""
-        ordered = isinstance(weight, GroupedWeight) and weight.order is not None
-        # A float16 stream times its gain may overflow.
-        exact = words.dtype is torch.bfloat16 or INTERPRETED
-        return exact and not ordered and self._config(words, 1).kernel == "few"
-
     def kernels_of(
         self, weight: Any, normed: bool, gated: bool, bias: bool, max_rows: int
     ) -> Sequence[CompilableKernel]:
@@ -220,11 +201,8 @@ class WeightOnlyProducts(QuantizedProducts):
         kernels: dict[Hashable, WeightOnlyKernel] = {}
         for rows in [rows for rows in (*BUCKETS, 2 * BUCKETS[-1]) if rows < 2 * max_rows]:
             config = self._config(words, rows)
-            fused = normed and rows == 1 and self._fuses_norm(words, weight)
             if config.kernel == "dequantize" and not words.codes.is_meta:
                 scratch(words)  # taken now: later there may be no memory, or a graph is being recorded
-            # The first layer has no residual stream yet.
-            for residual in (True, False) if fused else (False,):
-                kernel = WeightOnlyKernel(meta, rows, config, fused, residual, gated, bias)
-                kernels.setdefault(kernel.key, kernel)
+            kernel = WeightOnlyKernel(meta, rows, config, gated, bias)
+            kernels.setdefault(kernel.key, kernel)
         return list(kernels.values())

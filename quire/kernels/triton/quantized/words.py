@@ -95,6 +95,32 @@ _SPLIT_FP4 = tl.constexpr(
 
 
 @triton.jit
+def word_at(
+    line, span, column, K: tl.constexpr, FIELDS: tl.constexpr, WORDS: tl.constexpr, LINES: tl.constexpr
+):  # fmt: skip
+    """Where a weight has word `column` of a span of output `line`."""
+    if LINES == 1:
+        at = line * (K // FIELDS) + span * WORDS + column
+    else:
+        RUN: tl.constexpr = WORDS // 2
+        beside = line % LINES
+        first = (line - beside) * (K // FIELDS) + beside * RUN
+        at = first + span * (LINES * WORDS) + (column // RUN * (LINES * RUN) + column % RUN)
+    return at
+
+
+@triton.jit
+def group_at(line, group, GROUPS: tl.constexpr, LINES: tl.constexpr):
+    """Where it has the scale of a group of output `line`."""
+    if LINES == 1:
+        at = line * GROUPS + group
+    else:
+        beside = line % LINES
+        at = (line - beside) * GROUPS + beside + group * LINES
+    return at
+
+
+@triton.jit
 def unit(FORMAT: tl.constexpr, DTYPE: tl.constexpr):
     """What a sum of products with numbers is multiplied by."""
     if EMULATED or DTYPE != tl.bfloat16 or FORMAT == MXFP4 or FORMAT == NVFP4:

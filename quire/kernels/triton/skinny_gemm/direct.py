@@ -187,7 +187,7 @@ def _constants(config: GemmConfig, depth: int, silu: bool) -> dict[str, Any]:
         "WIDTH": WIDTH,
         "SILU": silu,
         "LOOP": config.programs > 0,
-        "LAYOUTS": batch_layouts(config.warps, WIDTH, WIDTH, config.block_m),
+        "LAYOUTS": batch_layouts(config.warps, WIDTH, config.block_m),
         "EARLY": config.early,
         "num_warps": config.warps,
         **pdl(),
