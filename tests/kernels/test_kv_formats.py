@@ -14,7 +14,7 @@ import triton.language as tl
 
 from tests.kernels.triton_target import DEVICE, HALF, ON_GPU
 
-from quire.kernels.kv import KVFormat, QuantizedKV  # isort: skip
+from quire.kernels.kv import KVFormat, LayerKV, QuantizedKV  # isort: skip
 from quire.kernels.reference import TorchOps  # isort: skip
 from quire.kernels.triton import kv_codes  # isort: skip
 from quire.kernels.triton.qkv import prepare_qkv  # isort: skip
@@ -199,7 +199,10 @@ def test_rows_that_verify_drafts(name: str, window: int | None, width: int) -> N
     dtype = HALF if ON_GPU else torch.float32
     lens = [(70, width), (8, 1), (33, width), (129, max(1, width - 1)), (width, width), (40, 11)]
     rows = Rows("fp8" if name == "auto" else name, dtype, lens, 6, 2, 64)
-    kv = values_of(rows.kv).to(dtype).contiguous() if name == "auto" else rows.kv
+    kv: LayerKV = rows.kv
+    if name == "auto":  # with scales of 1 / 64 its values are exact in 16 bits, too
+        rows.kv = rows.kv.scaled(torch.full((2, 2), 1 / 64, device=DEVICE))
+        kv = values_of(rows.kv).to(dtype).contiguous()
     backend, spec = TritonPagedAttention(), AttentionSpec(0.1, window)
     inputs = rows.inputs()
     inputs.num_decodes, inputs.num_verifying, inputs.width = 0, len(lens) - 1, width

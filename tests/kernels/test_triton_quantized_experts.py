@@ -124,7 +124,8 @@ class Case:
         )
 
     def expected(self, x: torch.Tensor | None = None, nudged: bool = False) -> torch.Tensor:
-        """Pair by pair, in float64. `nudged`: with features between the products one unit in the last place larger."""
+        """Pair by pair, in float64. `nudged`: with some features between the products, drawn at random, one unit in the
+        last place larger."""
         rows = self.x if x is None else x
         out = torch.zeros(rows.shape, dtype=torch.float64, device=DEVICE)
         for token, chosen in enumerate(self.routing.experts.tolist()):
@@ -136,7 +137,8 @@ class Case:
                     both += self.biases[0][expert].double()
                 features = GATES[self.activation](*both.chunk(2)).to(HALF)
                 if nudged:
-                    features = (features.view(torch.int16) + 1).view(HALF)
+                    last_bits = torch.randint(0, 2, features.shape, dtype=torch.int16, device=DEVICE)
+                    features = (features.view(torch.int16) + last_bits).view(HALF)
                 result = exact_linear(features, self.down[expert])
                 if self.biases[1] is not None:
                     result += self.biases[1][expert].double()
@@ -186,9 +188,9 @@ def test_tiles_equal_a_loop_over_pairs(kind: str) -> None:
     hidden, width = (128, 96) if kind in DEQUANTIZED else (256, 160)
     given = case(kind, 3, hidden, width, rows=32, biased=True, activation="clamped_swiglu")
     expected = given.expected()
-    # Features are quantized again between the products: one rounded otherwise moves a whole scale and its codes.
-    moved = (given.expected(nudged=True) - expected).norm() / expected.norm()
-    assert_close(given.run(TILE if kind in DEQUANTIZED else BLOCK_TILE), expected, float(moved))
+    # Features are quantized again between the products: one rounded otherwise moves its code, or all of a scale's.
+    moved = max(float((given.expected(nudged=True) - expected).norm() / expected.norm()) for _ in range(4))
+    assert_close(given.run(TILE if kind in DEQUANTIZED else BLOCK_TILE), expected, moved)
 
 
 @pytest.mark.parametrize("kind", DEQUANTIZED)

@@ -316,7 +316,8 @@ def _mamba2_decode(
             dt = softplus(tl.load(inputs + place * projected_stride + CHANNELS + head).to(tl.float32) + step_bias)
             dt = tl.minimum(tl.maximum(dt, dt_low), dt_high)
             kept = tl.exp(rate * dt)
-            y = tl.sum(S * c[:, None], axis=0) * kept + x * (dt * tl.sum(b * c) + through)
+            # As multiply-adds by name: which product the compiler fuses may differ between this kernel's variants.
+            y = tl.fma(x, tl.fma(dt, tl.sum(b * c), through), tl.sum(S * c[:, None], axis=0) * kept)
             delta = x * dt
             S = tl.fma(S, kept, b[:, None] * delta[None, :])
             if updates is not None:
