@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from tests.kernels.triton_target import DEVICE, HALF, ON_GPU
 
 from quire.kernels.reference import TorchOps  # isort: skip
+from quire.kernels.triton.ops import TritonOps  # isort: skip
+from quire.kernels.triton.quantized import scaled  # isort: skip
 from quire.kernels.triton.quantized.w8.activations import quantize  # isort: skip
 from quire.kernels.triton.quantized.w8.large import large_launch  # isort: skip
 from quire.kernels.triton.quantized.w8.tile import CodedGemm, tile_launch  # isort: skip
@@ -214,3 +218,37 @@ def test_blocks_have_scales_of_their_own(config: GemmConfig, silu: bool) -> None
         x = random(rows, 304).to(HALF)
         expected = gated(weight, x) if silu else weight.linear(x)
         assert_close(product(config, x, weight, silu=silu), expected, exact=False)
+
+
+@pytest.mark.parametrize("silu", [False, True])
+@pytest.mark.parametrize("kind", ["fp8", "int8", "block"])
+def test_rows_that_another_kernel_quantized_give_the_same_bits(kind: str, silu: bool) -> None:
+    if kind == "block":
+        weight: ScaledWeight | BlockScaledWeight = random_blocks(160 if ON_GPU else 24, 304, 16)
+    else:
+        weight = random_weight(FP8 if kind == "fp8" else INT8, 2 * N if ON_GPU else 24)
+    block = weight.block if isinstance(weight, BlockScaledWeight) else None
+    bias = random(weight.shape[0]).to(HALF)
+    for rows in (1, 3) if ON_GPU else (3,):  # the interpreter is slow
+        x = awkward_rows(rows, weight.shape[1])
+        whole = VectorGemm(x, weight.codes, weight.scale, bias=bias, silu=silu, block=block)
+        found = quantize(x, weight.codes.dtype, None, 128 if block else 0)
+        coded = replace(whole, x=found.codes, x_scale=found.scale, dtype=HALF)
+        for config in (GemmConfig("vector", 4, warps=1), GemmConfig("vector", 4, warps=1, programs=1))[not ON_GPU :]:
+            assert torch.equal(launched(vector_launch(coded, config)), launched(vector_launch(whole, config)))
+
+
+@pytest.mark.parametrize("size", [0, 1 << 40])
+@pytest.mark.parametrize("gate", [False, True])
+def test_one_row_is_quantized_apart_or_by_every_program(gate: bool, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scaled, "USE_OWN_GEMMS", True)
+    monkeypatch.setattr(scaled, "QUANTIZED_APART_SIZE", size)
+    products, weight = scaled.ScaledProducts(TritonOps(), batch_invariant=False), random_weight(INT8, 24)
+    x, carried, gain = random(1, K).to(HALF), random(1, K).to(HALF), random(K).to(HALF)
+    total = x + carried
+    out, stream = products.norm_linear(x, carried, gain, EPS, weight, None, gate)
+    assert torch.equal(stream, total)
+    normed = TorchOps().rms_norm(total, gain, EPS)
+    expected = gated(weight, normed) if gate else weight.linear(normed)
+    # A normed value that is rounded the other way moves a code by one, of 127.
+    assert (out.float() - expected.float()).norm() < 0.02 * expected.float().norm()

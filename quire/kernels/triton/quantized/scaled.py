@@ -1,9 +1,10 @@
 """Products with `ScaledWeight` and `BlockScaledWeight`: 8-bit codes (FP8 e4m3, INT8), activations in the same codes.
 
-Up to `vector.MAX_ROWS` rows one kernel does everything: residual addition, norm, quantization, product. With more rows
-the activations are quantized by a kernel of their own (with the addition and the norm before it), then multiplied on
-tensor cores, by `tile` or `large` (`w8/`). Activations that stay as they are are multiplied with values, by `vector`
-and `tile`; past a few hundred rows the weight is dequantized into a temporary, which costs little there.
+Up to `vector.MAX_ROWS` rows and with a small weight one kernel does everything: residual addition, norm, quantization,
+product. Otherwise the activations are quantized by a kernel of their own (with the addition and the norm before it),
+then multiplied on tensor cores, with more rows by `tile` or `large` (`w8/`). Activations that stay as they are are
+multiplied with values, by `vector` and `tile`; past a few hundred rows the weight is dequantized into a temporary,
+which costs little there.
 """
 
 # ruff: noqa: N803
@@ -13,7 +14,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -45,6 +46,9 @@ FUSED_ADD_MIN_ROWS = 128
 nothing where the norm is computed."""
 DEQUANTIZED_MIN_ROWS = 257
 """From this many rows on a weight whose activations are not quantized is dequantized as a whole."""
+QUANTIZED_APART_SIZE = 1 << 25
+"""With more values than this, times rows, a weight has so many programs that each should not quantize the input, with
+the norm, again: a kernel of its own does, while the product's first loads are under way."""
 LIBRARY_MIN_ROWS = 192
 """From this many rows on a weight in blocks is multiplied by cuBLASLt, where it can."""
 LIBRARY_MULTIPLE = 16
@@ -218,7 +222,7 @@ class ScaledProducts(QuantizedProducts):
         self, x: torch.Tensor, weight: Weight, product: Product
     ) -> tuple[list[GemmLaunch], torch.Tensor]:
         """(the launches, the stream they will have written)."""
-        if self._config(x, weight, product.silu).kernel == "vector":
+        if self._config(x, weight, product.silu).kernel == "vector" and not _is_quantized_apart(weight, len(x)):
             stream = x if product.residual is None else x.new_empty(x.shape)
             residual = None if product.residual is None else product.residual.contiguous()
             gemm = _vector_gemm(x.contiguous(), weight, product)
@@ -229,7 +233,7 @@ class ScaledProducts(QuantizedProducts):
 
     def _launches(self, x: torch.Tensor, weight: Weight, product: Product) -> list[GemmLaunch]:
         config = self._config(x, weight, product.silu)
-        if config.kernel == "vector":
+        if config.kernel == "vector" and not _is_quantized_apart(weight, len(x)):
             return [vector_launch(_vector_gemm(x.contiguous(), weight, product), config)]
         block = weight.block if isinstance(weight, BlockScaledWeight) else None
         static = weight.input_scale if isinstance(weight, ScaledWeight) else None
@@ -242,6 +246,9 @@ class ScaledProducts(QuantizedProducts):
                 gain=product.gain, eps=product.eps, residual=product.residual,
             )  # fmt: skip
             before.append(launch)
+        if config.kernel == "vector":
+            coded = replace(_vector_gemm(codes.codes, weight, product), x_scale=codes.scale, dtype=x.dtype)
+            return [*before, vector_launch(coded, config)]
         gemm = CodedGemm(codes, weight.codes, weight.scale, x.dtype, product.bias, product.silu, product.stream, block)
         return [*before, _LAUNCHES[config.kernel](gemm, config)]
 
@@ -297,6 +304,11 @@ def run(launches: Sequence[GemmLaunch]) -> torch.Tensor:
 def _quantizes(weight: Weight) -> bool:
     """Whether activations are quantized."""
     return isinstance(weight, BlockScaledWeight) or weight.inputs != "none"
+
+
+def _is_quantized_apart(weight: Weight, rows: int) -> bool:
+    """Whether a kernel of its own quantizes the few rows of a product."""
+    return _quantizes(weight) and rows * weight.numel() > QUANTIZED_APART_SIZE
 
 
 def _vector_gemm(x: torch.Tensor, weight: Weight, product: Product) -> VectorGemm:

@@ -37,7 +37,7 @@ class VectorGemm:
     """One GEMM: its inputs as they are before quantization, and what is fused into it."""
 
     x: torch.Tensor
-    """[rows, in]."""
+    """[rows, in]; codes, if `x_scale` is given."""
     weight: torch.Tensor
     """Codes [out, in]; under `silu` [gate and up, in]."""
     scale: torch.Tensor
@@ -57,6 +57,10 @@ class VectorGemm:
     """Output of residual + x."""
     block: tuple[int, int] | None = None
     """Outputs and inputs of a scale's block; None: a scale per output."""
+    x_scale: torch.Tensor | None = None
+    """Of x as codes: float32 [rows], or in blocks [groups, rows]."""
+    dtype: torch.dtype | None = None
+    """Of the result; None: x's."""
 
 
 @triton.jit
@@ -222,6 +226,24 @@ def _prepared(
 
 
 @triton.jit
+def _read_codes(
+    x, scales, row, rows, K: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr
+):  # fmt: skip
+    """(a row of codes in chunks, as words, and its scales)."""
+    words = (x + tl.minimum(row, rows - 1) * K).to(tl.pointer_type(tl.int32))
+    chunks = load_chunks(words, K // 4, BLOCK_K // 4)
+    if GROUP:
+        read = ()
+        for chunk in tl.static_range((K + BLOCK_K - 1) // BLOCK_K):
+            group = chunk * (BLOCK_K // GROUP) + tl.arange(0, BLOCK_K // GROUP)
+            at = scales + group * rows + tl.minimum(row, rows - 1)
+            read = read + (tl.load(at, mask=group * GROUP < K, other=0.0),)
+    else:
+        read = tl.load(scales + tl.minimum(row, rows - 1))
+    return chunks, read
+
+
+@triton.jit
 def _value_partials(
     tiles, vectors, weight_scale, dtype,
     K: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WIDE: tl.constexpr,
@@ -350,7 +372,7 @@ def _tiles(weight, first, N, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl
 
 @triton.jit(do_not_specialize=["rows"])
 def _vector(
-    x, residual, gain, static, weight, scale, bias, stream, y, rows, N, eps,
+    x, x_scale, residual, gain, static, weight, scale, bias, stream, y, rows, N, eps,
     K: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WIDE: tl.constexpr,
     SILU: tl.constexpr, QUANTIZED: tl.constexpr, BLOCK_ROWS: tl.constexpr, GROUP: tl.constexpr, LOOP: tl.constexpr,
     EARLY: tl.constexpr, PDL: tl.constexpr,
@@ -372,36 +394,42 @@ def _vector(
         gdc_wait()
         if not EARLY:
             gdc_launch_dependents()
-    # All loads precede all stores: the compiler may not move a load over a store.
-    read = ()
-    carried = ()
-    for row in tl.static_range(ROWS):
-        at = tl.minimum(row, rows - 1) * K
-        read = read + (load_chunks(x + at, K, BLOCK_K),)
-        if residual is not None:
-            carried = carried + (load_chunks(residual + at, K, BLOCK_K),)
     vectors = ()
     x_scales = ()
-    for row in tl.static_range(ROWS):
-        if residual is not None:
-            # One program writes the new stream, to another tensor: the others may still read the old one.
-            writes = (program == 0) & (row < rows)
-            chunks, scales = _prepared(read[row], carried[row], gains, static, stream + row * K, writes, eps,
-                                       K, BLOCK_K, CODE, QUANTIZED, GROUP)  # fmt: skip
-        else:
-            chunks, scales = _prepared(read[row], None, gains, static, None, False, eps,
-                                       K, BLOCK_K, CODE, QUANTIZED, GROUP)  # fmt: skip
-        vectors = vectors + (chunks,)
-        x_scales = x_scales + (scales,)
+    if x_scale is not None:
+        for row in tl.static_range(ROWS):
+            chunks, scales = _read_codes(x, x_scale, row, rows, K, BLOCK_K, GROUP)
+            vectors = vectors + (chunks,)
+            x_scales = x_scales + (scales,)
+    else:
+        # All loads precede all stores: the compiler may not move a load over a store.
+        read = ()
+        carried = ()
+        for row in tl.static_range(ROWS):
+            at = tl.minimum(row, rows - 1) * K
+            read = read + (load_chunks(x + at, K, BLOCK_K),)
+            if residual is not None:
+                carried = carried + (load_chunks(residual + at, K, BLOCK_K),)
+        for row in tl.static_range(ROWS):
+            if residual is not None:
+                # One program writes the new stream, to another tensor: the others may still read the old one.
+                writes = (program == 0) & (row < rows)
+                chunks, scales = _prepared(read[row], carried[row], gains, static, stream + row * K, writes, eps,
+                                           K, BLOCK_K, CODE, QUANTIZED, GROUP)  # fmt: skip
+            else:
+                chunks, scales = _prepared(read[row], None, gains, static, None, False, eps,
+                                           K, BLOCK_K, CODE, QUANTIZED, GROUP)  # fmt: skip
+            vectors = vectors + (chunks,)
+            x_scales = x_scales + (scales,)
     if LOOP:
         step = tl.num_programs(0) * BLOCK_N
         for first in range(program * BLOCK_N, N, step):
             ahead = _tiles(weight, first + step, N, K // PACK, BLOCK_N, BLOCK_K // PACK, SILU)
-            _write(tiles, vectors, x_scales, scale, bias, y, first, rows, N, x.dtype.element_ty,
+            _write(tiles, vectors, x_scales, scale, bias, y, first, rows, N, y.dtype.element_ty,
                    K, ROWS, BLOCK_N, BLOCK_K, WIDE, SILU, QUANTIZED, CODE, BLOCK_ROWS, GROUP)  # fmt: skip
             tiles = ahead
     else:
-        _write(tiles, vectors, x_scales, scale, bias, y, program * BLOCK_N, rows, N, x.dtype.element_ty,
+        _write(tiles, vectors, x_scales, scale, bias, y, program * BLOCK_N, rows, N, y.dtype.element_ty,
                K, ROWS, BLOCK_N, BLOCK_K, WIDE, SILU, QUANTIZED, CODE, BLOCK_ROWS, GROUP)  # fmt: skip
 
 
@@ -411,13 +439,13 @@ def vector_launch(gemm: VectorGemm, config: GemmConfig) -> GemmLaunch:
     if rows > MAX_ROWS:
         raise ValueError(f"{config} is for at most {MAX_ROWS} rows, not {rows}")
     outputs = gemm.weight.shape[0] // (2 if gemm.silu else 1)
-    out = gemm.x.new_empty(rows, outputs)
+    out = gemm.x.new_empty(rows, outputs, dtype=gemm.dtype or gemm.x.dtype)
     programs = triton.cdiv(outputs, config.block_n)
     if config.programs:
         programs = min(programs, config.programs * num_sms())
     arguments = (
-        gemm.x, gemm.residual, gemm.gain, gemm.static, gemm.weight, gemm.scale, gemm.bias, gemm.stream, out,
-        rows, outputs, gemm.eps,
+        gemm.x, gemm.x_scale, gemm.residual, gemm.gain, gemm.static, gemm.weight, gemm.scale, gemm.bias, gemm.stream,
+        out, rows, outputs, gemm.eps,
     )  # fmt: skip
     constants = _constants(config, rows, depth, gemm.silu, gemm.quantized, gemm.block or (0, 0))
     return GemmLaunch(_vector, programs, arguments, constants, out)
