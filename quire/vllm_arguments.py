@@ -107,8 +107,6 @@ _GRAMMARS = ("auto", "xgrammar", "guidance", "outlines", "lm-format-enforcer")
 ENGINE = _table(
     # The model and its files.
     _only("runner", "auto", "generate", "pooling", instead="one engine generates and embeds"),
-    _only("convert", "auto", "none", "embed", instead="quire has no classifiers"),
-    _only("task", "auto", "generate", "embed", "embedding", instead="one engine generates and embeds"),
     _only("tokenizer_mode", "auto", "hf", "slow", instead="quire reads tokenizers as transformers does"),
     _only("config_format", "auto", "hf", instead="quire reads config.json"),
     _unset("hf_config_path code_revision", "quire reads configuration and code from the model's own folder"),
@@ -339,7 +337,7 @@ BEAMS = _table(_unset("structured_outputs", "use `generate`"))
 METHODS = {
     **dict.fromkeys(("sleep", "wake_up", "is_sleeping"), "it cannot give its device memory back and keep running"),
     **dict.fromkeys(("collective_rpc", "apply_model"), "its workers run no functions of others"),
-    **dict.fromkeys(("classify", "reward"), "it has no classifiers and reward models; `embed` returns vectors"),
+    "reward": "it has no reward models; `classify` answers for classifiers",
     **dict.fromkeys(("start_profile", "stop_profile"), "use `quire bench`, or a profiler of your own"),
     **dict.fromkeys(
         ("init_weight_transfer_engine", "start_weight_update", "start_draft_weight_update", "update_weights",
@@ -370,6 +368,13 @@ SPECULATION = {"spec_method": "method", "spec_model": "model", "spec_tokens": "n
 
 POOLER = ("pooler_config", "override_pooler_config")
 """Engine arguments whose `pooling_type` is the setting `pooling`."""
+
+CLASSIFIERS = {
+    "convert": (("auto", "none", "embed"), ("classify",)),
+    "task": (("auto", "generate", "embed", "embedding"), ("classify", "score")),
+}
+"""Engine arguments that make a classifier of a model: values without effect, and values that are the key
+`is_classifier` of `hf_overrides`."""
 
 OVERRIDES = ("rope_scaling", "rope_theta")
 """Engine arguments that are keys of `hf_overrides`."""

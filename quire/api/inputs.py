@@ -15,7 +15,7 @@ from quire.api.fill_in_middle import FillInMiddle
 from quire.api.media_inputs import MediaInputs, sources_of
 from quire.api.pooling import PoolingInputs
 from quire.api.prompt_embeds import check_embeds_are_on, embeds_prompt, sent_embeds
-from quire.api.text_encoding import TextEncoder, encode_text
+from quire.api.text_encoding import TextEncoder, check_truncation, encode_text
 from quire.config import EngineConfig
 from quire.errors import CacheTooSmallError, ValidationError
 from quire.kvcache.prefix_cache import ContentKeys
@@ -178,6 +178,7 @@ class InputProcessor:
             pooled.priority, pooled.tenant, pooled.arrival = priority, tenant, arrival
             pooled.adapters = list(adapters)
             return pooled, text
+        self._check_generates()
         self._check_params(params)
         params = params.clone()  # checks again: its fields may have been changed since
         if self._is_json_dense and (form := params.structured_outputs) is not None:
@@ -383,6 +384,7 @@ class InputProcessor:
     def _kept_tokens(self, params: SamplingParams) -> int | None:
         """How many tokens of a prompt are kept, if it is truncated."""
         keep = params.truncate_prompt_tokens
+        check_truncation(keep, self._info.max_model_len)
         return self._info.max_model_len - 1 if keep == -1 else keep
 
     def end_middle(self, params: SamplingParams) -> None:
@@ -409,6 +411,13 @@ class InputProcessor:
                 f"generated (max_model_len {longest}). Shorten it, or set truncate_prompt_tokens",
                 "prompt",
                 len(tokens),
+            )
+
+    def _check_generates(self) -> None:
+        model = self._info.model
+        if model.class_head is not None:
+            raise ValidationError(
+                f"{model.architecture} classifies, and has no head for tokens: it does not generate", "model"
             )
 
     def _check_params(self, params: SamplingParams) -> None:

@@ -13,7 +13,7 @@ from quire import __version__
 from quire.api.adapters import check_uses
 from quire.api.async_llm import AsyncLLM
 from quire.api.prompt_embeds import longest_embeds
-from quire.api.text_encoding import TextEncoder, longest_token
+from quire.api.text_encoding import TextEncoder, check_truncation, longest_token
 from quire.errors import ValidationError, short_repr
 from quire.loading.model_config import read_generation_config
 from quire.messages.adapter_use import AdapterUse
@@ -268,6 +268,7 @@ class ServerContext:
         fit): the last ones, or with `from_start` the first."""
         if keep is None:
             return self.texts.encode(text, field, add_special_tokens)
+        check_truncation(keep, self.max_model_len)
         keep = self.max_model_len if keep < 0 else keep
         if from_start:
             return self.texts.encode_start(text, keep, field, add_special_tokens)[:keep]

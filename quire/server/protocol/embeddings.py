@@ -72,6 +72,11 @@ class EmbeddingRequest(Body):
     request_id: RequestId | None = None
 
     @property
+    def pooling_task(self) -> str | None:
+        """What the vectors are for; None: what the model does."""
+        return "embed"
+
+    @property
     def client_names(self) -> Mapping[str, str]:
         return {"prompt": "input", "prompt_token_ids": "input"}
 
@@ -107,6 +112,7 @@ class EmbeddingRequest(Body):
     def pooling_params(self) -> PoolingParams:
         """The engine's parameters. Raises `ValidationError` for values out of range."""
         return PoolingParams(
+            task=self.pooling_task,
             use_activation=self.use_activation,
             dimensions=self.dimensions,
             pooling=self.pooling,
