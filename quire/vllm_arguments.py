@@ -263,7 +263,7 @@ ENGINE = _table(
 SERVER = _table(
     _only("chat_template_content_format", "auto", "string", "openai"),
     _only("response_role", "assistant", instead="answers have the role assistant"),
-    _any("enable_prompt_tokens_details enable_server_load_tracking enable_log_deltas log_error_stack", "switch"),
+    _any("enable_server_load_tracking enable_log_deltas log_error_stack", "switch"),
     _any("enable_offline_docs disable_frontend_multiprocessing expand_tools_even_if_tool_choice_none", "switch"),
     _any("enable_tokenizer_info_endpoint cohere_is_reasoning_model", "switch"),
     _any("enable_flash_late_interaction use_gpu_for_pooling_score", "switch"),

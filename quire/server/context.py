@@ -9,6 +9,8 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Any
 
+from msgspec import UNSET
+
 from quire import __version__
 from quire.api.adapters import check_uses
 from quire.api.async_llm import AsyncLLM
@@ -44,6 +46,7 @@ from quire.server.observability.metrics import ServerMetrics
 from quire.server.observability.observer import HttpListener, Observer
 from quire.server.observability.tracing import make_traces
 from quire.server.page.feed import EngineFeed
+from quire.server.protocol.common import Usage
 from quire.server.routing import Handler
 from quire.server.stored.background import StoredResponses
 from quire.server.tool_prompts import ToolPrompts
@@ -197,6 +200,12 @@ class ServerContext:
                 if 0.0 < exchange.sending_since < latest:
                     exchange.interrupt(ClientDisconnectedError())
                     exchange.abort()
+
+    def shown(self, usage: Usage, is_whole: bool = False) -> Usage:
+        """Usage as OpenAI's routes report it. `is_whole`: in a response that is no stream."""
+        if not self.config.enable_prompt_tokens_details:
+            usage.prompt_tokens_details = None if is_whole else UNSET
+        return usage
 
     # Checks of requests
 

@@ -87,7 +87,8 @@ class Usage(msgspec.Struct, omit_defaults=True):
     prompt_tokens: int
     total_tokens: int
     completion_tokens: int
-    prompt_tokens_details: PromptTokensDetails | msgspec.UnsetType = msgspec.UNSET
+    prompt_tokens_details: PromptTokensDetails | msgspec.UnsetType | None = msgspec.UNSET
+    """With `--enable-prompt-tokens-details`; otherwise null in a whole response, and left out of events."""
     completion_tokens_details: CompletionTokensDetails | msgspec.UnsetType = msgspec.UNSET
     energy: UsedEnergy | msgspec.UnsetType = msgspec.UNSET
 

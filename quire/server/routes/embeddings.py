@@ -41,7 +41,7 @@ async def create(context: ServerContext, exchange: Exchange) -> None:
             created=int(time.time()),
             model=body.model or context.names[0],
             data=[await _encoded(index, output, body) for index, output in enumerate(outputs)],
-            usage=usage_of(outputs),
+            usage=context.shown(usage_of(outputs), is_whole=True),
         )
         await exchange.reply(response)
 
