@@ -134,6 +134,12 @@ class CompletionTokensDetails(msgspec.Struct):
     """…and those that it does not have."""
 
 
+def check_salt(salt: str | None) -> None:
+    """Refuse an empty salt: it would separate nothing."""
+    if salt == "":
+        raise bad_request("cache_salt is empty, and separates nothing: leave it out, or give a text", "cache_salt")
+
+
 class RequestTimings(msgspec.Struct):
     """Timings of one request."""
 

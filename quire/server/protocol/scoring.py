@@ -8,9 +8,9 @@ from typing import Any, ClassVar, Literal, Union
 import msgspec
 
 from quire.server.errors import bad_request
-from quire.server.protocol.common import HINTS, Body
+from quire.server.protocol.common import HINTS, Body, check_salt
 from quire.server.protocol.embeddings import MAX_INPUTS, EmbeddingRequest
-from quire.server.protocol.values import Hint, ModelName, Priority, RequestId, Seconds, TokenCount, Truncation
+from quire.server.protocol.values import Hint, ModelName, Name, Priority, RequestId, Seconds, TokenCount, Truncation
 
 Document = Union[str, dict[str, Any]]
 Documents = Union[str, dict[str, Any], list[Document]]
@@ -44,12 +44,13 @@ class PoolingFields(Body, kw_only=True):
     """Keep this many first tokens of each document; 0: all."""
     priority: Priority | None = None
     timeout: Seconds | None = None
-    cache_salt: str | None = None
+    cache_salt: Name | None = None
     request_id: RequestId | None = None
     user: Hint = None
 
     def check_fields(self, longest: int) -> None:
         """Check what the types cannot express; raises 400. `longest`: the model's maximum length."""
+        check_salt(self.cache_salt)
         for name in ("max_tokens_per_query", "max_tokens_per_doc"):
             if (value := getattr(self, name) or 0) and not 0 < value < longest:
                 raise bad_request(f"{name} must be from 0 to {longest - 1}, got {value}", name)

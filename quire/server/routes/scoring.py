@@ -14,7 +14,7 @@ from quire.messages.outputs import PoolingRequestOutput
 from quire.server.context import ServerContext
 from quire.server.errors import bad_request, not_found
 from quire.server.http import Exchange
-from quire.server.protocol.embeddings import EmbeddingRequest
+from quire.server.protocol.embeddings import EmbeddingRequest, VectorsMetadata
 from quire.server.protocol.scoring import (
     Classified,
     ClassifyRequest,
@@ -34,7 +34,7 @@ from quire.server.protocol.scoring import (
     ScoreResponse,
     texts_of,
 )
-from quire.server.routes.embeddings import as_base64, tokenized, vectors
+from quire.server.routes.embeddings import base64_of, reply_bytes, tokenized, vectors
 from quire.server.routing import Route
 
 
@@ -43,13 +43,16 @@ async def pool(context: ServerContext, exchange: Exchange) -> None:
     request = await exchange.read_json(PoolingRequest)
     async with exchange.interruptible(context.deadline(request.timeout)):
         outputs = await _outputs(context, exchange, request, request.model, request.request_id)
+        name, made, model = f"pool-{exchange.id}", int(time.time()), request.model or context.names[0]
+        if request.encoding_format in ("bytes", "bytes_only"):
+            await reply_bytes(exchange, request, outputs, VectorsMetadata(name, made, model, [], _usage(outputs)))
+            return
         is_text = request.encoding_format == "base64"
         data = [
-            PooledInput(index, as_base64(output.outputs.data) if is_text else output.outputs.data.tolist())
+            PooledInput(index, base64_of(output.outputs.data, request) if is_text else output.outputs.data.tolist())
             for index, output in enumerate(outputs)
         ]
-        model = request.model or context.names[0]
-        await exchange.reply(PoolingResponse(f"pool-{exchange.id}", int(time.time()), model, data, _usage(outputs)))
+        await exchange.reply(PoolingResponse(name, made, model, data, _usage(outputs)))
 
 
 async def score(context: ServerContext, exchange: Exchange) -> None:
@@ -194,7 +197,7 @@ def _usage(outputs: Sequence[PoolingRequestOutput]) -> PoolingUsage:
 
 
 ROUTES = [
-    Route("POST", "/pooling", pool, body=PoolingRequest, answer=PoolingResponse, generates=True),
+    Route("POST", "/pooling", pool, body=PoolingRequest, answer=PoolingResponse, generates=True, is_binary=True),
     Route("POST", "/classify", classify, body=ClassifyRequest, answer=ClassifyResponse, generates=True),
     *(
         Route("POST", path, score, body=ScoreRequest, answer=ScoreResponse, generates=True)
