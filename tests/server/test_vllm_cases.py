@@ -1,5 +1,5 @@
-"""What vLLM's own black-box tests of its server ask for, re-enacted with a tiny model: status codes, shapes, nulls, counts
-and order. Each test names the file of vLLM's whose cases it stands for; docs/compatibility.md counts them."""
+"""What vLLM's own black-box tests of its server ask for, re-enacted with a tiny model: status codes, shapes, nulls,
+counts and order. Each class names the files of vLLM's whose cases it stands for; docs/compatibility.md counts them."""
 
 from __future__ import annotations
 
@@ -18,6 +18,9 @@ from tests.server.conftest import MODEL, Live
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 USER: list[Any] = [{"role": "user", "content": "what is 1+1?"}]
 GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 5, "ignore_eos": True}
+TOOL: dict[str, Any] = {"type": "function", "name": "add", "parameters": {"type": "object", "properties": {}}}
+CHAT_TOOL: dict[str, Any] = {"type": "function", "function": {key: TOOL[key] for key in ("name", "parameters")}}
+NAMED: dict[str, Any] = {"type": "function", "function": {"name": "add"}}
 USAGE_OPTIONS: list[tuple[dict[str, Any], bool, bool]] = [
     # options, usage in every chunk, usage at the end
     ({"include_usage": False, "continuous_usage_stats": False}, False, False),
@@ -48,9 +51,8 @@ def text(live: Live, **body: Any) -> Any:
 
 
 def status(live: Live, path: str, **body: Any) -> int:
-    return live.post(
-        path, {**({"messages": USER} if path == CHAT else {"prompt": "abc"}), **GREEDY, **body}
-    ).status_code
+    given: dict[str, Any] = {"messages": USER} if path == CHAT else {"prompt": "abc"}
+    return live.post(path, {**given, **GREEDY, **body}).status_code
 
 
 class TestChat:
@@ -227,6 +229,72 @@ def check_usage(found: list[dict[str, Any]], always: bool, last: bool) -> None:
         assert end["usage"]["total_tokens"] == end["usage"]["prompt_tokens"] + 5
 
 
+class TestTools:
+    """tests/entrypoints/openai/chat_completion/test_completion_with_function_calling.py;
+    tests/tool_use: test_chat_completion_request_validations.py, test_tool_choice_required.py."""
+
+    @pytest.mark.parametrize("choice", ["required", NAMED])
+    def test_forced_calls(self, live: Live, choice: Any) -> None:
+        fields = {
+            "tools": [CHAT_TOOL],
+            "tool_choice": choice,
+            "max_tokens": 60,
+            "ignore_eos": False,
+            "temperature": 1.0,
+        }
+        made = chat(live, **fields, seed=3, parallel_tool_calls=False)["choices"][0]
+        assert made["message"]["content"] == "", "the text beside a forced call is empty, and not null"
+        (call,) = made["message"]["tool_calls"]
+        assert call["function"]["name"] == "add" and isinstance(json.loads(call["function"]["arguments"]), dict)
+        assert call["type"] == "function" and len(call["id"]) > 16
+        found = chunks(live, CHAT, messages=USER, **fields, seed=3, parallel_tool_calls=False)
+        deltas = [chunk["choices"][0]["delta"] for chunk in found]
+        assert not any(delta.get("content") for delta in deltas)
+        calls = [each for delta in deltas for each in delta.get("tool_calls", [])]
+        assert len([each for each in calls if each.get("id")]) == 1
+        arguments = "".join(each["function"].get("arguments") or "" for each in calls)
+        assert arguments == call["function"]["arguments"]
+
+    @pytest.mark.parametrize("choice", ["required", NAMED])
+    def test_a_forced_call_that_is_cut_short(self, live: Live, choice: Any) -> None:
+        """One token is no call yet; of a call whose name the request says, the arguments have begun."""
+        fields = {"tools": [CHAT_TOOL], "tool_choice": choice, "max_tokens": 1}
+        (made,) = chat(live, **fields)["choices"]
+        assert made["finish_reason"] == "length" and made["message"]["content"] == ""
+        assert bool(made["message"].get("tool_calls")) == (choice is NAMED)
+        deltas = [chunk["choices"][0]["delta"] for chunk in chunks(live, CHAT, messages=USER, **fields)]
+        assert not any(delta.get("content") for delta in deltas)
+
+    def test_choices_that_fit_no_tool(self, live: Live) -> None:
+        other = {"type": "function", "function": {"name": "nondefined"}}
+        cases: list[tuple[dict[str, Any], int]] = [
+            ({"tool_choice": NAMED}, 400),
+            ({"tool_choice": "auto"}, 400),
+            ({"tool_choice": "required", "tools": None}, 400),
+            ({"tools": [CHAT_TOOL], "tool_choice": other}, 400),
+            ({"tools": [CHAT_TOOL], "tool_choice": {}}, 400),
+            ({"tools": [CHAT_TOOL], "tool_choice": "bogus"}, 400),
+            ({"tools": [CHAT_TOOL], "tool_choice": NAMED, "structured_outputs": {"json": {"type": "object"}}}, 400),
+            ({"tools": [CHAT_TOOL], "tool_choice": "auto", "structured_outputs": {"json": {"type": "object"}}}, 200),
+            ({"structured_outputs": {"json": {"type": "object"}, "regex": ".*"}}, 400),
+            ({"structured_outputs": 3}, 400),
+            ({"structured_outputs": {"json": {"type": "object"}}, "tool_choice": None}, 200),
+            ({"tools": [CHAT_TOOL], "tool_choice": "none"}, 200),
+        ]
+        for fields, code in cases:
+            assert (fields, status(live, CHAT, **fields)) == (fields, code)
+
+    @pytest.mark.parametrize("arguments", ["{}", ""])
+    def test_a_call_without_arguments_comes_back(self, scripted: Live, arguments: str) -> None:
+        call = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": arguments}}
+        history = [
+            *USER,
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "call_1", "content": "5"},
+        ]
+        assert status(scripted, CHAT, messages=history) == 200
+
+
 class TestCompletions:
     """tests/entrypoints/openai/completion: test_completion.py, test_prompt_validation.py, test_empty_prompt_list.py;
     tests/entrypoints/openai/basic: test_return_token_ids.py."""
@@ -237,7 +305,7 @@ class TestCompletions:
         assert choice["finish_reason"] == "length" and choice["logprobs"] is None
         assert choice["prompt_logprobs"] is None and choice["token_ids"] is None
         assert made["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
-        assert text(live, prompt=[0, 0, 0, 0, 0])["choices"][0]["text"]
+        assert text(live, prompt=[0, 0, 0, 0, 0])["usage"]["prompt_tokens"] == 5
 
     def test_which_end_is_cut(self, live: Live) -> None:
         ids = list(range(4, 12))
@@ -403,8 +471,6 @@ class TestEmbeddings:
 class TestResponses:
     """tests/entrypoints/openai/responses: test_basic.py, test_simple.py, test_stateful.py;
     tests/tool_use/test_responses_request_validations.py."""
-
-    TOOL = {"type": "function", "name": "add", "parameters": {"type": "object", "properties": {}}}
 
     @pytest.mark.parametrize(
         ("fields", "code"),

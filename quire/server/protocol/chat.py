@@ -194,6 +194,11 @@ class ChatRequest(GenerationFields, kw_only=True):
             raise bad_request("a tool has an empty name", "tools")
 
     @property
+    def forces_calls(self) -> bool:
+        """Whether the answer is calls, whatever the model thinks of it."""
+        return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
+
+    @property
     def has_media(self) -> bool:
         """Whether any message has images or videos."""
         return any(message.has_media for message in self.messages)

@@ -114,7 +114,7 @@ class ChatAnswer:
         if self.generation.splits_reasoning:
             message.reasoning = answer.reasoning or None
         if answer.calls:
-            message.content = message.content or None
+            message.content = message.content or ("" if self._request.forces_calls else None)
             called = [CalledFunction(call.name, call.arguments) for call in answer.calls]
             if self._request.functions:
                 message.function_call = called[0]
