@@ -18,6 +18,8 @@ from tests.server.conftest import MODEL, Live
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 USER: list[Any] = [{"role": "user", "content": "what is 1+1?"}]
 GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 5, "ignore_eos": True}
+VISIBLE = {"allowed_token_ids": list(range(4, 100))}
+"""Tokens that have a text, so that the end of a stream has one too."""
 TOOL: dict[str, Any] = {"type": "function", "name": "add", "parameters": {"type": "object", "properties": {}}}
 CHAT_TOOL: dict[str, Any] = {"type": "function", "function": {key: TOOL[key] for key in ("name", "parameters")}}
 NAMED: dict[str, Any] = {"type": "function", "function": {"name": "add"}}
@@ -89,8 +91,8 @@ class TestChat:
         assert made.usage == CompletionUsage(completion_tokens=5, prompt_tokens=prompt, total_tokens=prompt + 5)
 
     def test_a_stream_ends_once(self, live: Live) -> None:
-        whole = chat(live)["choices"][0]
-        found = chunks(live, CHAT, messages=USER)
+        whole = chat(live, **VISIBLE)["choices"][0]
+        found = chunks(live, CHAT, messages=USER, **VISIBLE)
         ends = [chunk for chunk in found if chunk["choices"][0]["finish_reason"] is not None]
         assert ends == found[-1:] and ends[0]["choices"][0]["finish_reason"] == whole["finish_reason"]
         deltas = [chunk["choices"][0]["delta"] for chunk in found]
@@ -337,8 +339,8 @@ class TestCompletions:
             assert count is None or len(choice["prompt_logprobs"]) > 3
 
     def test_streams(self, live: Live) -> None:
-        whole = text(live)["choices"][0]["text"]
-        found = chunks(live, TEXT, prompt="abc")
+        whole = text(live, **VISIBLE)["choices"][0]["text"]
+        found = chunks(live, TEXT, prompt="abc", **VISIBLE)
         assert [chunk["choices"][0]["finish_reason"] for chunk in found if chunk["choices"][0]["finish_reason"]] == [
             "length"
         ]
