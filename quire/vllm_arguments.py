@@ -325,7 +325,7 @@ SAMPLING = _table(
 """Fields of `SamplingParams`."""
 
 POOLING = _table(
-    _unset("step_tag_id returned_token_ids extra_kwargs additional_data", "quire embeds, and has no reward models"),
+    _unset("step_tag_id returned_token_ids additional_data", "quire has no reward models"),
     _any("skip_reading_prefix_cache requires_token_ids skip_clone", "switch"),
     _any("output_kind"),
 )

@@ -330,6 +330,15 @@ class InputProcessor:
         start = next((start for start in starts if ids[start : start + len(plain)] == plain), None)
         return ids if start is None else ids[: start + len(plain)]
 
+    def first_tokens(self, prompts: Sequence[PromptType], most: int) -> list[PromptType]:
+        """The prompts, each text of them cut after `most` tokens; 0: as they are."""
+        if not most or self.tokenizer is None:
+            return list(prompts)
+        return [
+            self.tokenizer.decode(self.encode(each, add_special_tokens=False)[:most]) if isinstance(each, str) else each
+            for each in prompts
+        ]
+
     def check_room(self, length: int, parameter: str = "input") -> None:
         """Raise if a session of `length` tokens leaves no room to generate one."""
         longest = self._info.max_model_len

@@ -34,7 +34,7 @@ from quire.messages.outputs import (
     RequestOutput,
     ScoringRequestOutput,
 )
-from quire.messages.pooling import PoolingParams, with_task
+from quire.messages.pooling import EXTRA, PoolingParams, with_task
 from quire.messages.sampling import RequestOutputKind, SamplingParams
 from quire.vllm_arguments import CALL
 
@@ -328,7 +328,9 @@ class LLM:
         answers, and otherwise the cosine similarity of their embeddings. `chat_template`: makes the classifier's prompt
         of messages of the roles query and document."""
         check_call(vllm_arguments, "score")
-        pairs = Pairs(as_prompts(data_1), as_prompts(data_2))
+        limits = [((pooling_params and pooling_params.extra_kwargs) or {}).get(name, 0) for name in EXTRA]
+        cut = self.llm_engine.inputs.first_tokens
+        pairs = Pairs(cut(as_prompts(data_1), limits[0]), cut(as_prompts(data_2), limits[1]))
         head = self.llm_engine.info.model.class_head
         if head is None:
             choices = [lora_request] * len(pairs.prompts)

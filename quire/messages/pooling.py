@@ -15,6 +15,8 @@ POOLINGS = ("last", "mean")
 Task = Literal["embed", "classify"]
 TASKS: tuple[Task, ...] = get_args(Task)
 
+EXTRA = ("max_tokens_per_query", "max_tokens_per_doc")
+
 
 class PoolingParams(msgspec.Struct, metaclass=VllmFields, omit_defaults=True):
     """One vector for a prompt, from the hidden states after the model's final norm: an embedding, or what a
@@ -34,6 +36,8 @@ class PoolingParams(msgspec.Struct, metaclass=VllmFields, omit_defaults=True):
     """Keep this many leading tokens, and the end token if the text has one; -1: as many as the model takes."""
     normalize: bool | None = None
     """Older name of `use_activation`."""
+    extra_kwargs: dict[str, Any] | None = None
+    """Of `score`: `max_tokens_per_query` and `max_tokens_per_doc`, how many first tokens of each text are read."""
     activation: str = "unit"
     """What the vector goes through unless `use_activation` is False: "unit" (scaled to length 1), "softmax", "sigmoid"
     or "none". The engine sets it, by the model."""
@@ -41,6 +45,7 @@ class PoolingParams(msgspec.Struct, metaclass=VllmFields, omit_defaults=True):
     def __post_init__(self) -> None:
         self._check_choices()
         self._check_counts()
+        self._check_extra()
         if self.normalize is not None:
             if self.use_activation not in (None, self.normalize):
                 raise ValidationError(
@@ -70,6 +75,12 @@ class PoolingParams(msgspec.Struct, metaclass=VllmFields, omit_defaults=True):
             )
         if self.pooling not in (None, *POOLINGS):
             raise ValidationError(f"pooling must be one of {', '.join(POOLINGS)}; got {self.pooling!r}", "pooling")
+
+    def _check_extra(self) -> None:
+        for name, count in (self.extra_kwargs or {}).items():
+            if name not in EXTRA:
+                raise ValidationError(f"extra_kwargs takes {' and '.join(EXTRA)}, not {name!r}", "extra_kwargs", name)
+            check_integer(name, count, 0)
 
     def _check_counts(self) -> None:
         if self.dimensions is not None and not _is_integer(self.dimensions, 1):

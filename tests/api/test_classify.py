@@ -77,6 +77,12 @@ def test_scores_of_a_classifier_of_pairs(make_llm: Callable[..., LLM], tmp_path:
     rendered = numbers(reference, *ids("[query: the world][document: a word]"))[0, 0]
     (templated,) = llm.score("the world", "a word", chat_template=TEMPLATE, use_tqdm=False)
     assert templated.outputs.score == pytest.approx(rendered.sigmoid().item(), abs=1e-5)
+    long = "a word in the world " * 4
+    (cut,) = llm.score("x", long, pooling_params=PoolingParams(extra_kwargs={"max_tokens_per_doc": 3}), use_tqdm=False)
+    short = tokenizer.decode(tokenizer.encode(long)[:3])
+    assert cut.prompt_token_ids == tokenizer("x", short)["input_ids"]
+    with pytest.raises(ValidationError, match="extra_kwargs takes"):
+        PoolingParams(extra_kwargs={"colour": 1})
     with pytest.raises(ValidationError, match="reads two texts"):
         llm.score([[5, 6]], "a", use_tqdm=False)
 
