@@ -37,6 +37,8 @@ _EXPORTS = {
     "PoolingRequestOutput": "quire.messages.outputs",
     "EmbeddingOutput": "quire.messages.outputs",
     "EmbeddingRequestOutput": "quire.messages.outputs",
+    "ClassificationOutput": "quire.messages.outputs",
+    "ClassificationRequestOutput": "quire.messages.outputs",
     "ScoringOutput": "quire.messages.outputs",
     "ScoringRequestOutput": "quire.messages.outputs",
     "EngineConfig": "quire.config",
@@ -64,6 +66,8 @@ if TYPE_CHECKING:
     from quire.messages.lora import LoRARequest as LoRARequest
     from quire.messages.outputs import BeamSearchOutput as BeamSearchOutput
     from quire.messages.outputs import BeamSearchSequence as BeamSearchSequence
+    from quire.messages.outputs import ClassificationOutput as ClassificationOutput
+    from quire.messages.outputs import ClassificationRequestOutput as ClassificationRequestOutput
     from quire.messages.outputs import CompletionOutput as CompletionOutput
     from quire.messages.outputs import EmbeddingOutput as EmbeddingOutput
     from quire.messages.outputs import EmbeddingRequestOutput as EmbeddingRequestOutput

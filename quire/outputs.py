@@ -2,6 +2,8 @@
 
 from quire.messages.outputs import BeamSearchOutput as BeamSearchOutput
 from quire.messages.outputs import BeamSearchSequence as BeamSearchSequence
+from quire.messages.outputs import ClassificationOutput as ClassificationOutput
+from quire.messages.outputs import ClassificationRequestOutput as ClassificationRequestOutput
 from quire.messages.outputs import CompletionOutput as CompletionOutput
 from quire.messages.outputs import EmbeddingOutput as EmbeddingOutput
 from quire.messages.outputs import EmbeddingRequestOutput as EmbeddingRequestOutput

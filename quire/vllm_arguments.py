@@ -107,8 +107,6 @@ _GRAMMARS = ("auto", "xgrammar", "guidance", "outlines", "lm-format-enforcer")
 ENGINE = _table(
     # The model and its files.
     _only("runner", "auto", "generate", "pooling", instead="one engine generates and embeds"),
-    _only("convert", "auto", "none", "embed", instead="quire has no classifiers"),
-    _only("task", "auto", "generate", "embed", "embedding", instead="one engine generates and embeds"),
     _only("tokenizer_mode", "auto", "hf", "slow", instead="quire reads tokenizers as transformers does"),
     _only("config_format", "auto", "hf", instead="quire reads config.json"),
     _unset("hf_config_path code_revision", "quire reads configuration and code from the model's own folder"),
@@ -265,7 +263,7 @@ ENGINE = _table(
 SERVER = _table(
     _only("chat_template_content_format", "auto", "string", "openai"),
     _only("response_role", "assistant", instead="answers have the role assistant"),
-    _any("enable_prompt_tokens_details enable_server_load_tracking enable_log_deltas log_error_stack", "switch"),
+    _any("enable_server_load_tracking enable_log_deltas log_error_stack", "switch"),
     _any("enable_offline_docs disable_frontend_multiprocessing expand_tools_even_if_tool_choice_none", "switch"),
     _any("enable_tokenizer_info_endpoint cohere_is_reasoning_model", "switch"),
     _any("enable_flash_late_interaction use_gpu_for_pooling_score", "switch"),
@@ -327,7 +325,7 @@ SAMPLING = _table(
 """Fields of `SamplingParams`."""
 
 POOLING = _table(
-    _unset("step_tag_id returned_token_ids extra_kwargs additional_data", "quire embeds, and has no reward models"),
+    _unset("step_tag_id returned_token_ids additional_data", "quire has no reward models"),
     _any("skip_reading_prefix_cache requires_token_ids skip_clone", "switch"),
     _any("output_kind"),
 )
@@ -339,7 +337,7 @@ BEAMS = _table(_unset("structured_outputs", "use `generate`"))
 METHODS = {
     **dict.fromkeys(("sleep", "wake_up", "is_sleeping"), "it cannot give its device memory back and keep running"),
     **dict.fromkeys(("collective_rpc", "apply_model"), "its workers run no functions of others"),
-    **dict.fromkeys(("classify", "reward"), "it has no classifiers and reward models; `embed` returns vectors"),
+    "reward": "it has no reward models; `classify` answers for classifiers",
     **dict.fromkeys(("start_profile", "stop_profile"), "use `quire bench`, or a profiler of your own"),
     **dict.fromkeys(
         ("init_weight_transfer_engine", "start_weight_update", "start_draft_weight_update", "update_weights",
@@ -370,6 +368,13 @@ SPECULATION = {"spec_method": "method", "spec_model": "model", "spec_tokens": "n
 
 POOLER = ("pooler_config", "override_pooler_config")
 """Engine arguments whose `pooling_type` is the setting `pooling`."""
+
+CLASSIFIERS = {
+    "convert": (("auto", "none", "embed"), ("classify",)),
+    "task": (("auto", "generate", "embed", "embedding"), ("classify", "score")),
+}
+"""Engine arguments that make a classifier of a model: values without effect, and values that are the key
+`is_classifier` of `hf_overrides`."""
 
 OVERRIDES = ("rope_scaling", "rope_theta")
 """Engine arguments that are keys of `hf_overrides`."""

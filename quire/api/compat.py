@@ -14,6 +14,7 @@ from quire.config import EngineConfig
 from quire.errors import ConfigError, UnknownSettingError
 from quire.vllm_arguments import (
     CALL,
+    CLASSIFIERS,
     ENGINE,
     GRAMMARS,
     METHODS,
@@ -53,6 +54,9 @@ def translate(arguments: Mapping[str, Any]) -> dict[str, Any]:
         if (value := settings.pop(name, None)) is not None:
             settings |= _pooling(name, value)
     overrides = {name: value for name in OVERRIDES if (value := settings.pop(name, None))}
+    classifies = [_classifies(name, settings.pop(name, None)) for name in CLASSIFIERS]
+    if any(classifies):
+        overrides["is_classifier"] = True
     if overrides and isinstance(given := settings.get("hf_overrides") or {}, Mapping):
         settings["hf_overrides"] = {**overrides, **given}
     if GRAMMARS in settings:
@@ -74,6 +78,18 @@ def with_speculation(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return rest
 
 
+def _classifies(name: str, value: Any) -> bool:
+    """Whether vLLM's argument makes a classifier of the model."""
+    neither, classifies = CLASSIFIERS[name]
+    if value is None or value in neither or value in classifies:
+        return value in classifies
+    raise ConfigError(
+        f"{name}={value!r} is not supported by quire: a model generates and embeds, or it classifies ({classifies[0]})",
+        name,
+        value,
+    )
+
+
 def _pooling(name: str, value: Any) -> dict[str, Any]:
     """The setting for vLLM's object that says how embeddings are pooled."""
     keys = dict(value) if isinstance(value, Mapping) else {"": value}
@@ -86,6 +102,8 @@ def _pooling(name: str, value: Any) -> dict[str, Any]:
     for key in ("use_activation", "normalize"):
         if keys.get(key) is True:  # as embeddings are here unless a request says otherwise
             del keys[key]
+    if keys.get("task") in ("embed", "classify"):  # what the model does, or each request is refused
+        del keys["task"]
     for key, part in keys.items():
         if part is not None:
             shown = f"{name}.{key}" if key else name

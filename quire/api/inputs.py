@@ -15,7 +15,7 @@ from quire.api.fill_in_middle import FillInMiddle
 from quire.api.media_inputs import MediaInputs, sources_of
 from quire.api.pooling import PoolingInputs
 from quire.api.prompt_embeds import check_embeds_are_on, embeds_prompt, sent_embeds
-from quire.api.text_encoding import TextEncoder, encode_text
+from quire.api.text_encoding import TextEncoder, check_truncation, encode_text
 from quire.config import EngineConfig
 from quire.errors import CacheTooSmallError, ValidationError
 from quire.kvcache.prefix_cache import ContentKeys
@@ -178,6 +178,7 @@ class InputProcessor:
             pooled.priority, pooled.tenant, pooled.arrival = priority, tenant, arrival
             pooled.adapters = list(adapters)
             return pooled, text
+        self._check_generates()
         self._check_params(params)
         params = params.clone()  # checks again: its fields may have been changed since
         if self._is_json_dense and (form := params.structured_outputs) is not None:
@@ -329,6 +330,15 @@ class InputProcessor:
         start = next((start for start in starts if ids[start : start + len(plain)] == plain), None)
         return ids if start is None else ids[: start + len(plain)]
 
+    def first_tokens(self, prompts: Sequence[PromptType], most: int) -> list[PromptType]:
+        """The prompts, each text of them cut after `most` tokens; 0: as they are."""
+        if not most or self.tokenizer is None:
+            return list(prompts)
+        return [
+            self.tokenizer.decode(self.encode(each, add_special_tokens=False)[:most]) if isinstance(each, str) else each
+            for each in prompts
+        ]
+
     def check_room(self, length: int, parameter: str = "input") -> None:
         """Raise if a session of `length` tokens leaves no room to generate one."""
         longest = self._info.max_model_len
@@ -383,6 +393,7 @@ class InputProcessor:
     def _kept_tokens(self, params: SamplingParams) -> int | None:
         """How many tokens of a prompt are kept, if it is truncated."""
         keep = params.truncate_prompt_tokens
+        check_truncation(keep, self._info.max_model_len)
         return self._info.max_model_len - 1 if keep == -1 else keep
 
     def end_middle(self, params: SamplingParams) -> None:
@@ -409,6 +420,13 @@ class InputProcessor:
                 f"generated (max_model_len {longest}). Shorten it, or set truncate_prompt_tokens",
                 "prompt",
                 len(tokens),
+            )
+
+    def _check_generates(self) -> None:
+        model = self._info.model
+        if model.class_head is not None:
+            raise ValidationError(
+                f"{model.architecture} classifies, and has no head for tokens: it does not generate", "model"
             )
 
     def _check_params(self, params: SamplingParams) -> None:

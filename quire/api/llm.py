@@ -16,7 +16,7 @@ from quire.api.compat import check_call, engine_arguments, no_such_method
 from quire.api.engine import LLMEngine, ModelSummary
 from quire.api.inputs import AnyParams, PromptType, as_prompts, check_params, one_each
 from quire.api.output_queues import OutputQueues, Queue
-from quire.api.pooling import Pairs
+from quire.api.pairs import PairEncoder, Pairs, check_scores
 from quire.api.progress import Progress
 from quire.api.sessions import Sessions
 from quire.config import EngineConfig
@@ -28,12 +28,13 @@ from quire.messages.lora import LoRARequest
 from quire.messages.memory_map import MemoryMap
 from quire.messages.outputs import (
     BeamSearchOutput,
+    ClassificationRequestOutput,
     EmbeddingRequestOutput,
     PoolingRequestOutput,
     RequestOutput,
     ScoringRequestOutput,
 )
-from quire.messages.pooling import PoolingParams
+from quire.messages.pooling import EXTRA, PoolingParams, with_task
 from quire.messages.sampling import RequestOutputKind, SamplingParams
 from quire.vllm_arguments import CALL
 
@@ -266,25 +267,48 @@ class LLM:
         )
         return [EmbeddingRequestOutput.from_base(output) for output in pooled]
 
+    def classify(
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        *,
+        use_tqdm: bool | Callable[..., Any] = True,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        tenant: str | Sequence[str] = "",
+        lora_request: LoRAChoices = None,
+        **vllm_arguments: Any,
+    ) -> list[ClassificationRequestOutput]:
+        """Probabilities of a classifier's classes, of one prompt or of each of many, in order."""
+        check_call(vllm_arguments, "classify")
+        pooled = self.encode(
+            prompts,
+            pooling_params,
+            use_tqdm=use_tqdm,
+            pooling_task="classify",
+            tenant=tenant,
+            lora_request=lora_request,
+        )
+        return [ClassificationRequestOutput.from_base(output) for output in pooled]
+
     def encode(
         self,
         prompts: PromptType | Sequence[PromptType],
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         *,
         use_tqdm: bool | Callable[..., Any] = True,
-        pooling_task: str = "embed",
+        pooling_task: str | None = None,
         tenant: str | Sequence[str] = "",
         lora_request: LoRAChoices = None,
         **vllm_arguments: Any,
     ) -> list[PoolingRequestOutput]:
-        """As `embed`, with the vectors as arrays. "embed" is the only task."""
+        """As `embed` or `classify`, with the vectors as arrays. `pooling_task`: "embed" or "classify"; None: what the
+        model does."""
         check_call(vllm_arguments, "encode")
         listed = as_prompts(prompts)
         params = one_each("pooling_params", PoolingParams() if pooling_params is None else pooling_params, len(listed))
-        PoolingParams(task=pooling_task)  # refuses any other task
         for one in params:
             check_params(one, PoolingParams, "pooling_params")
-        ids = self._enqueue(listed, params, None, None, tenant, _choices(lora_request, len(listed)))
+        tasked = [with_task(one, pooling_task) for one in params]
+        ids = self._enqueue(listed, tasked, None, None, tenant, _choices(lora_request, len(listed)))
         return self._gather(ids, PoolingRequestOutput, use_tqdm)
 
     def score(
@@ -297,16 +321,31 @@ class LLM:
         pooling_params: PoolingParams | None = None,
         tenant: str = "",
         lora_request: LoRAChoice = None,
+        chat_template: str | None = None,
         **vllm_arguments: Any,
     ) -> list[ScoringRequestOutput]:
-        """The cosine similarity of the embeddings of each pair: one with one, one with each of many, or pair by
-        pair."""
+        """A score of each pair: one with one, one with each of many, or pair by pair. It is what a classifier of pairs
+        answers, and otherwise the cosine similarity of their embeddings. `chat_template`: makes the classifier's prompt
+        of messages of the roles query and document."""
         check_call(vllm_arguments, "score")
-        pairs = Pairs(as_prompts(data_1), as_prompts(data_2))
-        choices = [lora_request] * len(pairs.prompts)
-        return pairs.scored(
-            self.encode(pairs.prompts, pooling_params, use_tqdm=use_tqdm, tenant=tenant, lora_request=choices)
-        )
+        limits = [((pooling_params and pooling_params.extra_kwargs) or {}).get(name, 0) for name in EXTRA]
+        cut = self.llm_engine.inputs.first_tokens
+        pairs = Pairs(cut(as_prompts(data_1), limits[0]), cut(as_prompts(data_2), limits[1]))
+        head = self.llm_engine.info.model.class_head
+        if head is None:
+            choices = [lora_request] * len(pairs.prompts)
+            embedded = self.encode(
+                pairs.prompts, pooling_params, use_tqdm=use_tqdm, tenant=tenant, lora_request=choices
+            )
+            return pairs.scored(embedded)
+        check_scores(self.llm_engine.info.model)
+        template = chat_template or self.llm_engine.config.chat_template
+        encoder = PairEncoder(self.llm_engine.inputs, head, lambda: self._renderer, template_text(template))
+        keep = None if pooling_params is None else pooling_params.truncate_prompt_tokens
+        prompts = pairs.joined(encoder, None if keep == -1 else keep)
+        choices = [lora_request] * len(prompts)
+        answers = self.encode(prompts, pooling_params, use_tqdm=use_tqdm, tenant=tenant, lora_request=choices)
+        return [ScoringRequestOutput.from_base(answer) for answer in answers]
 
     # Adapters
 

@@ -1,14 +1,11 @@
-"""Embedding requests: checks and limits; scores of pairs."""
+"""Embedding and classification requests: checks and limits."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
+from quire.api.text_encoding import check_truncation
 from quire.errors import CacheTooSmallError, ValidationError
-from quire.messages.outputs import PoolingRequestOutput, ScoringOutput, ScoringRequestOutput
 from quire.messages.pooling import PoolingParams
 from quire.messages.request import NewRequest
 from quire.messages.sampling import RequestOutputKind, SamplingParams
@@ -17,45 +14,8 @@ if TYPE_CHECKING:
     from quire.api.inputs import InputInfo
 
 
-class Pairs:
-    """Prompts that are compared: one with one, one with each of many, or pair by pair. Each is embedded once."""
-
-    def __init__(self, first: list[Any], second: list[Any]) -> None:
-        if not first or not second:
-            raise ValidationError(
-                f"score compares at least one prompt with one; got {len(first)} and {len(second)}", "data_1"
-            )
-        if len(first) not in (1, len(second)):
-            raise ValidationError(
-                f"score compares one prompt with many, or as many with each other; got {len(first)} and {len(second)}",
-                "data_1",
-                len(first),
-            )
-        self.prompts = [*first, *second]
-        self._count = len(first)
-
-    def scored(self, embedded: Sequence[PoolingRequestOutput]) -> list[ScoringRequestOutput]:
-        """The pairs' scores, given all embeddings in order."""
-        first, second = embedded[: self._count], embedded[self._count :]
-        if self._count == 1:
-            first = [first[0]] * len(second)
-        return [_scored(one, other) for one, other in zip(first, second, strict=True)]
-
-
-def _scored(one: PoolingRequestOutput, other: PoolingRequestOutput) -> ScoringRequestOutput:
-    a, b = one.outputs.data, other.outputs.data
-    length = float(np.linalg.norm(a)) * float(np.linalg.norm(b))
-    return ScoringRequestOutput(
-        request_id=f"{one.request_id}_{other.request_id}",
-        outputs=ScoringOutput(float(a @ b) / length if length else 0.0),
-        prompt_token_ids=one.prompt_token_ids + other.prompt_token_ids,
-        num_cached_tokens=(one.num_cached_tokens or 0) + (other.num_cached_tokens or 0),
-        finished=one.finished and other.finished,
-    )
-
-
 class PoolingInputs:
-    """Checks and completes embedding requests."""
+    """Checks and completes requests for vectors."""
 
     def __init__(self, info: InputInfo, tokenizer: Any | None, pooling: str) -> None:
         """`pooling`: the default method."""
@@ -67,6 +27,7 @@ class PoolingInputs:
         """The request. Its limit is one token more than its prompt: the step that yields the vector."""
         params = params.clone()  # checks again: its fields may have been changed since
         params.pooling = params.pooling or self._default
+        self._set_task(params)
         self._check_dimensions(params.dimensions)
         tokens = self._truncate(tokens, params.truncate_prompt_tokens)
         self._check_length(tokens)
@@ -82,8 +43,19 @@ class PoolingInputs:
             pooling=params,
         )
 
+    def _set_task(self, params: PoolingParams) -> None:
+        """A classifier's vectors are for its classes, and those of other models are embeddings."""
+        head, name = self._info.model.class_head, self._info.model.architecture
+        task = "embed" if head is None else "classify"
+        if params.task not in (None, task):
+            why = "has no head for classes, and embeds" if head is None else "classifies, and does not embed"
+            raise ValidationError(f"task {params.task!r} is not supported: {name} {why}", "task", params.task)
+        params.task = task
+        params.activation = "unit" if head is None else head.activation
+
     def _truncate(self, tokens: list[int], keep: int | None) -> list[int]:
         """The first `keep` tokens (-1: as many as fit); a special token that ends the text stays the last."""
+        check_truncation(keep, self._info.max_model_len)
         keep = min(self._info.max_model_len, self._info.cache_tokens) if keep == -1 else keep
         if keep is None or len(tokens) <= keep:
             return tokens
@@ -108,6 +80,8 @@ class PoolingInputs:
         if dimensions is None:
             return
         model = self._info.model
+        if model.class_head is not None:
+            raise ValidationError("dimensions are of embeddings, and the model classifies", "dimensions", dimensions)
         allowed = model.raw.get("matryoshka_dimensions")
         allowed = allowed if isinstance(allowed, (list, tuple)) else ()
         if not (allowed or model.raw.get("is_matryoshka")):

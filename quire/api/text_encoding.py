@@ -124,6 +124,18 @@ class TextEncoder:
         )
 
 
+def check_truncation(keep: int | None, longest: int) -> None:
+    """Raise if a prompt is to be cut to more tokens than the model reads: it would then be refused or not, by its
+    length."""
+    if keep is not None and keep > longest:
+        raise ValidationError(
+            f"truncate_prompt_tokens is {keep}, and the model's maximum context length is {longest}: choose fewer, or "
+            "-1 for as many as fit",
+            "truncate_prompt_tokens",
+            keep,
+        )
+
+
 @lru_cache(maxsize=4)
 def longest_token(tokenizer: Any) -> int:
     """Characters of the vocabulary's longest token."""

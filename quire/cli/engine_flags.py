@@ -15,6 +15,7 @@ from quire.cli.values import as_log_level, counts_by_name, json_object, size, si
 from quire.config import EngineConfig
 from quire.errors import ConfigError
 from quire.vllm_arguments import (
+    CLASSIFIERS,
     GRAMMARS,
     OVERRIDES,
     POOLER,
@@ -66,6 +67,8 @@ def add_engine_flags(parser: argparse.ArgumentParser, only: Collection[str] = ()
         hidden: dict[str, Any] = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
         for name in (*POOLER, GRAMMARS, "rope_scaling"):
             parser.add_argument(flag(name), dest=name, type=json_object, **hidden)
+        for name in CLASSIFIERS:
+            parser.add_argument(flag(name), dest=name, **hidden)
         add_foreign_flags(parser, vllm_arguments.ENGINE, remembers)
         for name in SPECULATION:
             parser.add_argument(flag(name), dest=name, type=int if name == "spec_tokens" else str, **hidden)
@@ -202,6 +205,7 @@ def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
         *RENAMED,
         *OVERRIDES,
         *POOLER,
+        *CLASSIFIERS,
         GRAMMARS,
     ]
     settings = compat.translate({name: getattr(args, name) for name in names if hasattr(args, name)})

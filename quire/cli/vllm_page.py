@@ -11,6 +11,7 @@ from quire.vllm_arguments import (
     BATCH,
     BEAMS,
     CALL,
+    CLASSIFIERS,
     ENGINE,
     GRAMMARS,
     METHODS,
@@ -164,6 +165,10 @@ def _translated() -> Iterator[str]:
         yield f"| `--{_dashed(theirs)}` | `--speculative-config.{key}` |\n"
     for name in OVERRIDES:
         yield f"| `--{_dashed(name)}` | `--hf-overrides.{name}` |\n"
+    for name, (neither, classifies) in CLASSIFIERS.items():
+        listed = " ".join(f"`{value}`" for value in classifies)
+        rest = " ".join(f"`{value}`" for value in neither)
+        yield f"| `--{_dashed(name)}` {listed} | `--hf-overrides.is_classifier true`; {rest}: nothing |\n"
     for name in POOLER:
         yield f'| `--{_dashed(name)}` `{{"pooling_type": "LAST" or "MEAN"}}` | `--pooling last` or `mean` |\n'
     yield f'| `--{_dashed(GRAMMARS)}` `{{"disable_any_whitespace": true}}` | `--disable-any-whitespace` |\n'

@@ -24,6 +24,7 @@ from quire.errors import (
     ValidationError,
 )
 from quire.loading.bundle import locate
+from quire.loading.class_head import ClassHeadConfig, architecture_of, class_head_of, with_token_ids
 from quire.loading.config_fields import DTYPES, check_fields
 from quire.loading.files import ModelFiles, read_json
 from quire.messages.sampling import FROM_GENERATION_CONFIG, SamplingParams
@@ -55,6 +56,8 @@ class ModelConfig:
     raw: Mapping[str, Any] = field(repr=False, compare=False)
     window_rope: Mapping[str, Any] | None = None
     """The rope of layers with a window, if it differs from that of the others."""
+    class_head: ClassHeadConfig | None = None
+    """What a classifier's head answers; None: the model generates."""
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> ModelConfig:
@@ -65,6 +68,7 @@ class ModelConfig:
                 f"the model's config names no architecture (model_type {raw.get('model_type')!r}); "
                 "config.json needs an 'architectures' list"
             )
+        architecture = architecture_of(architectures[0], raw)
         raw = _text_part(raw)
         raw = {**_FAMILY_DEFAULTS.get(raw.get("model_type", ""), {}), **raw}
         if raw.get("model_type") in ("gemma4_text", "gemma4_unified_text"):
@@ -80,7 +84,7 @@ class ModelConfig:
             )
         eos = raw.get("eos_token_id")
         return cls(
-            architecture=architectures[0],
+            architecture=architecture,
             vocab_size=positive_integer(raw, "vocab_size"),
             hidden_size=hidden,
             num_layers=layers,
@@ -98,6 +102,7 @@ class ModelConfig:
             bos_token_id=raw.get("bos_token_id"),
             eos_token_ids=tuple(eos) if isinstance(eos, (list, tuple)) else (() if eos is None else (eos,)),
             raw=raw,
+            class_head=class_head_of(architecture, raw),
         )
 
 
@@ -341,6 +346,7 @@ def read_model_config(files: ModelFiles, hf_overrides: Mapping[str, Any] | None 
     raw = {**read_raw_config(files), **(hf_overrides or {})}
     _check_limits(files, raw)
     check_fields(raw, files.path)
+    raw = with_token_ids(files, raw)
     try:
         try:
             return ModelConfig.from_dict(raw)

@@ -281,7 +281,8 @@ class RequestOutput:
 
 @dataclass
 class PoolingOutput:
-    """The vector of a prompt, float32; empty if there is none because the request was aborted or failed."""
+    """The vector of a prompt, float32: an embedding, or a number for each class. Empty if there is none because the
+    request was aborted or failed."""
 
     data: NDArray[np.float32]
 
@@ -335,8 +336,40 @@ class EmbeddingRequestOutput:
 
 
 @dataclass
+class ClassificationOutput:
+    """The probability of each class, as Python floats; the model's own numbers with `use_activation=False`."""
+
+    probs: list[float]
+
+    @property
+    def num_classes(self) -> int:
+        """How many classes there are."""
+        return len(self.probs)
+
+
+@dataclass
+class ClassificationRequestOutput:
+    """As `PoolingRequestOutput`, with the probabilities of classes."""
+
+    request_id: str
+    outputs: ClassificationOutput
+    prompt_token_ids: list[int]
+    num_cached_tokens: int | None
+    finished: bool
+    finish_reason: str | None = "stop"
+    error: str | None = None
+    metrics: RequestMetrics | None = None
+
+    @classmethod
+    def from_base(cls, output: PoolingRequestOutput) -> ClassificationRequestOutput:
+        """The same with the vector as probabilities."""
+        fields = vars(output) | {"outputs": ClassificationOutput(output.outputs.data.tolist())}
+        return cls(**fields)
+
+
+@dataclass
 class ScoringOutput:
-    """How similar two prompts are."""
+    """How similar two prompts are, or what a classifier of pairs says of them."""
 
     score: float
 
@@ -350,6 +383,18 @@ class ScoringRequestOutput:
     prompt_token_ids: list[int]
     num_cached_tokens: int
     finished: bool = True
+
+    @classmethod
+    def from_base(cls, output: PoolingRequestOutput) -> ScoringRequestOutput:
+        """What a classifier of pairs answered; 0 if it did not."""
+        data = output.outputs.data
+        return cls(
+            request_id=output.request_id,
+            outputs=ScoringOutput(float(data[0]) if len(data) else 0.0),
+            prompt_token_ids=output.prompt_token_ids,
+            num_cached_tokens=output.num_cached_tokens or 0,
+            finished=output.finished,
+        )
 
 
 @dataclass

@@ -315,13 +315,7 @@ class SamplingParams(msgspec.Struct, metaclass=VllmFields, omit_defaults=True, k
                 f"logprob_token_ids are at most {MAX_LOGPROB_TOKEN_IDS} different ids, got {len(ids)}, of which "
                 f"{len(set(ids))} differ", "logprob_token_ids", len(ids),
             )  # fmt: skip
-        if self.logprobs is None:
-            self.logprobs = len(ids)
-        elif self.logprobs != len(ids):
-            raise ValidationError(
-                f"logprobs is {self.logprobs} and logprob_token_ids holds {len(ids)} ids: leave out logprobs, or give "
-                "as many", "logprobs", self.logprobs,
-            )  # fmt: skip
+        self.logprobs = len(ids)
 
     def _check_together(self) -> None:
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:

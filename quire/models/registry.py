@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from quire.errors import UnsupportedModelError
+from quire.loading.class_head import CLASSIFIES
 from quire.models.base import CausalLM
+from quire.models.classifier import classifier_class
 from quire.registry import resolve
 
 _KNOWN = {
@@ -82,19 +84,37 @@ def supported() -> list[str]:
     return sorted(_KNOWN)
 
 
+_OTHER_BODIES = {f"GPT2{CLASSIFIES}": "GPT2LMHeadModel"}
+
+
+def body_of(architecture: str) -> str | None:
+    """The language model whose body a classifier has; None: it is no classifier, or of none that is implemented."""
+    if not architecture.endswith(CLASSIFIES):
+        return None
+    body = _OTHER_BODIES.get(architecture, f"{architecture.removesuffix(CLASSIFIES)}ForCausalLM")
+    return body if body in _KNOWN else None
+
+
 _THROUGH_TRANSFORMERS = "quire.models.transformers_backend.model.TransformersForCausalLM"
 
 
 def implementation(architecture: str, impl: str = "auto") -> str:
     """Whose code computes `architecture` under the setting `model_impl`: "quire" or "transformers"."""
     if impl == "auto":
-        return "quire" if architecture in _KNOWN else "transformers"
+        return "quire" if architecture in _KNOWN or architecture.endswith(CLASSIFIES) else "transformers"
     return "transformers" if impl == "transformers" else "quire"
 
 
 def model_class(architecture: str, impl: str = "quire") -> type[CausalLM]:
     """The class that implements `architecture` under the setting `model_impl`."""
     if implementation(architecture, impl) == "quire":
+        if (body := body_of(architecture)) is not None:
+            return classifier_class(resolve("architecture", body, _KNOWN))
+        if architecture.endswith(CLASSIFIES):
+            raise UnsupportedModelError(
+                f"{architecture} is not implemented: classifiers are decoders with a head for classes, such as "
+                f"Llama{CLASSIFIES} and Qwen3{CLASSIFIES}, and not encoders"
+            )
         if architecture not in _KNOWN:
             raise _unknown(architecture, "; model_impl 'transformers' may run it")
         return resolve("architecture", architecture, _KNOWN)

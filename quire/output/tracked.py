@@ -305,7 +305,15 @@ class TrackedSearch(TrackedRequest):
 
 
 def finished_vector(data: bytes, params: PoolingParams) -> NDArray[np.float32]:
-    """A pooled vector cut to `dimensions`, then scaled to length 1 unless turned off. A zero vector stays zero."""
+    """A pooled vector cut to `dimensions`, after its activation. A zero vector stays zero."""
     vector = np.frombuffer(data, np.float32)[: params.dimensions]
-    length = np.linalg.norm(vector.astype(np.float64)) if params.is_normalized else 0.0
+    if not params.is_activated or params.activation == "none":
+        return vector.copy()
+    wide = vector.astype(np.float64)
+    if params.activation == "softmax":
+        powers = np.exp(wide - wide.max())
+        return (powers / powers.sum()).astype(np.float32)
+    if params.activation == "sigmoid":
+        return (0.5 * (1 + np.tanh(0.5 * wide))).astype(np.float32)  # overflows nowhere
+    length = np.linalg.norm(wide)
     return (vector / length).astype(np.float32) if length else vector.copy()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
@@ -20,7 +21,7 @@ from quire.registry import resolve
 from quire.server.auth import check_origin, tenant_of
 from quire.server.config import ServerConfig
 from quire.server.context import ServerContext
-from quire.server.errors import ApiError, as_api_error, in_client_terms
+from quire.server.errors import ApiError, as_api_error, in_client_terms, not_found
 from quire.server.http import ClientDisconnectedError, Exchange
 from quire.server.observability.observer import ROUTE
 from quire.server.openapi import document
@@ -31,6 +32,9 @@ ROUTE_MODULES = [
     "tokenize", "sessions", "system", "invocations",
 ]  # fmt: skip
 """Modules of `quire.server.routes`, each with its `ROUTES`."""
+
+OF_CLASSIFIERS = ("scoring", "invocations")
+"""Those whose routes a classifier answers, of all that ask the engine."""
 
 LONGEST_PATH = 100
 """Characters of an unknown path that its 404 repeats."""
@@ -66,8 +70,23 @@ def routes_of(context: ServerContext) -> list[Route]:
     names += ["admin"] if context.admin_keys else []
     if context.config.allowed_lora_path and context.llm.config.enable_lora:
         names.append("adapters")
-    routes = [route for name in names for route in import_module(f"quire.server.routes.{name}").ROUTES]
+    routes = [route for name in names for route in _routes_in(name)]
+    if context.llm.info.model.class_head is not None:
+        answers = {route.path for name in OF_CLASSIFIERS for route in _routes_in(name)}
+        routes = [
+            replace(route, handler=_only_classifies) if route.generates and route.path not in answers else route
+            for route in routes
+        ]
     return [route for route in routes if not (context.config.disable_fastapi_docs and route.path == OPENAPI)]
+
+
+def _routes_in(module: str) -> list[Route]:
+    found: list[Route] = import_module(f"quire.server.routes.{module}").ROUTES
+    return found
+
+
+async def _only_classifies(context: ServerContext, exchange: Exchange) -> None:
+    raise not_found(f"{context.names[0]} classifies: it neither generates nor embeds; /classify has its answers")
 
 
 def find_middleware(config: ServerConfig) -> list[Any]:

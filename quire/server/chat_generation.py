@@ -40,6 +40,7 @@ from quire.server.generation import (
 from quire.server.http import EventStream, Exchange
 from quire.server.protocol.chat import ChatRequest
 from quire.server.protocol.conversation import NamedTool
+from quire.server.protocol.fields import asks_for_nothing
 from quire.server.protocol.sampling import beam_search_params, sampling_params
 from quire.speculative.prediction import MAX_PREDICTED_TOKENS, PredictedText
 from quire.vision.processor import Prepared
@@ -333,12 +334,13 @@ def render(context: ServerContext, request: ChatRequest) -> RenderedChat:
     _check_template(context, request)
     given = [message.as_dict() for message in request.messages]
     messages, sources = take_media(given, context.llm.inputs.media.check_kind)
-    if request.mm_processor_kwargs and not context.config.trust_request_mm_kwargs:
+    settings = None if asks_for_nothing(request.mm_processor_kwargs) else request.mm_processor_kwargs
+    if settings is not None and not context.config.trust_request_mm_kwargs:
         raise bad_request(
             "mm_processor_kwargs is refused: the server must be started with --trust-request-mm-kwargs",
             "mm_processor_kwargs",
         )
-    if request.mm_processor_kwargs and not isinstance(request.mm_processor_kwargs, dict):
+    if not isinstance(settings, dict | None):
         raise bad_request("mm_processor_kwargs must be an object", "mm_processor_kwargs")
     arguments: dict[str, Any] = {
         "preamble": preamble_of(context, request),
@@ -357,9 +359,7 @@ def render(context: ServerContext, request: ChatRequest) -> RenderedChat:
     check_abandoned()
     # The template writes the special tokens itself; the tokenizer must not add its own.
     if sources:
-        media = context.llm.inputs.prepare_chat(
-            text, sources, request.mm_processor_kwargs or None, lambda whole: context.tokenize(whole, False)
-        )
+        media = context.llm.inputs.prepare_chat(text, sources, settings, lambda whole: context.tokenize(whole, False))
         return RenderedChat(text, media.tokens, media)
     from_start = request.truncation_side == "right"
     tokens = context.tokenize(text, False, keep=request.truncate_prompt_tokens, from_start=from_start)

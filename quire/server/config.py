@@ -118,6 +118,9 @@ class ServerConfig:
     default_chat_template_kwargs: Mapping[str, Any] | None = option(
         None, "Default variables of the chat template, which requests can override (JSON)", "answers"
     )
+    enable_prompt_tokens_details: bool = option(
+        False, "Report in usage how many tokens of a prompt were cached, and stand for images", "answers"
+    )
     enable_force_include_usage: bool = option(
         False, "Include usage in every chunk and at the end of every stream", "answers"
     )

@@ -9,11 +9,13 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Any
 
+from msgspec import UNSET
+
 from quire import __version__
 from quire.api.adapters import check_uses
 from quire.api.async_llm import AsyncLLM
 from quire.api.prompt_embeds import longest_embeds
-from quire.api.text_encoding import TextEncoder, longest_token
+from quire.api.text_encoding import TextEncoder, check_truncation, longest_token
 from quire.errors import ValidationError, short_repr
 from quire.loading.model_config import read_generation_config
 from quire.messages.adapter_use import AdapterUse
@@ -44,6 +46,7 @@ from quire.server.observability.metrics import ServerMetrics
 from quire.server.observability.observer import HttpListener, Observer
 from quire.server.observability.tracing import make_traces
 from quire.server.page.feed import EngineFeed
+from quire.server.protocol.common import Usage
 from quire.server.routing import Handler
 from quire.server.stored.background import StoredResponses
 from quire.server.tool_prompts import ToolPrompts
@@ -198,6 +201,12 @@ class ServerContext:
                     exchange.interrupt(ClientDisconnectedError())
                     exchange.abort()
 
+    def shown(self, usage: Usage, is_whole: bool = False) -> Usage:
+        """Usage as OpenAI's routes report it. `is_whole`: in a response that is no stream."""
+        if not self.config.enable_prompt_tokens_details:
+            usage.prompt_tokens_details = None if is_whole else UNSET
+        return usage
+
     # Checks of requests
 
     @property
@@ -268,6 +277,7 @@ class ServerContext:
         fit): the last ones, or with `from_start` the first."""
         if keep is None:
             return self.texts.encode(text, field, add_special_tokens)
+        check_truncation(keep, self.max_model_len)
         keep = self.max_model_len if keep < 0 else keep
         if from_start:
             return self.texts.encode_start(text, keep, field, add_special_tokens)[:keep]

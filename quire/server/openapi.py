@@ -190,7 +190,9 @@ def _success_response(route: Route, schemas: dict[Any, Any]) -> dict[str, Any]:
     content: dict[str, Any] = {}
     if route.answer is not None:
         content["application/json"] = {"schema": _schema(route.answer, schemas)}
-    elif route.media_type != "application/json":
+    if route.is_binary:
+        content["application/octet-stream"] = {"schema": {"type": "string", "format": "binary"}}
+    if route.answer is None and route.media_type != "application/json":
         content[route.media_type] = {"schema": {"type": "string"}}
     if route.event is not None:
         content["text/event-stream"] = {

@@ -53,6 +53,8 @@ class Route:
     body_type: str = "application/json"
     """If not JSON, the body is bytes, and `body` is unused."""
     media_type: str = "application/json"
+    is_binary: bool = False
+    """Its response may also be bytes."""
     errors: tuple[int, ...] = ()
     uses_sessions: bool = False
     """It reads or writes sessions."""

@@ -137,6 +137,8 @@ class Runner:
         self._pipeline = pipeline
         self._proposer = proposer
         self._model = model
+        self._classify = getattr(model, "classify", None)
+        """A classifier's head."""
         self.paths = paths
         self.batch = self._batch = batch
         self._sampler = Sampler(batch, processors)
@@ -209,7 +211,7 @@ class Runner:
         step.inputs = output.inputs
         if output.inputs is not None and plan.num_decodes < len(plan.rows):
             step.prompt_logprobs = prompt_logprobs(plan, self._batch, output.inputs, output.hidden, self._logits_of)
-            step.vectors = pool(plan, self._batch, output.hidden, output.last_only)
+            step.vectors = pool(plan, self._batch, output.hidden, output.last_only, self._classify)
         if (self._batch.kinds[plan.sample_rows] & RowKind.STRUCTURED).any():
             step.hidden, self._unsupplied = output.hidden, step
         else:

@@ -26,10 +26,10 @@ from quire.worker.geometry import assign_groups, model_geometry
 from quire.worker.kv import KVCache
 
 
-def random_reference(config: PretrainedConfig, seed: int = 0) -> Any:
+def random_reference(config: PretrainedConfig, seed: int = 0, kind: Any = AutoModelForCausalLM) -> Any:
     """A transformers model whose weights are large enough that logits are not flat and every part matters."""
     config.architectures = None
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+    model = kind.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)

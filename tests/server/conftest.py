@@ -89,7 +89,8 @@ class Host:
     def start(self, **settings: Any) -> tuple[Live, Callable[[], None]]:
         # The tiny model's context is 256 characters: too short for tool descriptions.
         tiny = {"enable_tool_preamble": False} if self.is_tiny else {}
-        config = ServerConfig(**{"port": 0, "served_model_name": (MODEL,), **tiny, **settings})
+        defaults = {"port": 0, "served_model_name": (MODEL,), "enable_prompt_tokens_details": True}
+        config = ServerConfig(**{**defaults, **tiny, **settings})
         ready: Future[Live] = Future()
 
         async def work() -> None:
@@ -175,7 +176,8 @@ def serving(host: Host) -> Iterator[Callable[..., Live]]:
 @pytest.fixture(scope="session")
 def attacked_process(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[AttackedServer]:
     flags = ("--trust-request-chat-template", "--stall-timeout", "2", "--grammar-timeout", "2")
-    with attacked_server(tiny_model, tmp_path_factory.mktemp("attacked"), *flags) as made:
+    folder = tmp_path_factory.mktemp("attacked")
+    with attacked_server(tiny_model, folder, *flags, "--enable-prompt-tokens-details") as made:
         yield made
 
 

@@ -162,3 +162,20 @@ class TestInstalled:
         (tmp_path / "opencode.json").write_text(json.dumps({"provider": {"quire": provider}}))
         said = self.run(tmp_path, "opencode", "run", "--model", "quire/tiny", "run it")
         assert ANSWER in said and script.prompts[-1].count("from-the-shell") >= 3
+
+    def test_aider(self, scripted: Live, script: Script, tmp_path: Path) -> None:
+        """It edits a file by the answer's text, and sends the edited file with the next message."""
+        (tmp_path / "greet.py").write_text('print("hello")\n')
+        edit = "Here it is.\n\ngreet.py\n```python\n<<<<<<< SEARCH\n{old}\n=======\n{new}\n>>>>>>> REPLACE\n```\n"
+        lines = ['print("hello")', 'print("good day")', 'print("good night")']
+        for turn in range(2):
+            script.answer = lambda prompt, turn=turn: edit.format(old=lines[turn], new=lines[turn + 1])
+            said = self.run(
+                tmp_path, "aider", "--model", "openai/tiny", "--edit-format", "diff", "--no-git", "--yes-always",
+                "--no-check-update", "--no-show-model-warnings", "--no-analytics", "--no-detect-urls",
+                "--map-tokens", "0", "--message", f"change the greeting {turn}", "greet.py",
+                OPENAI_API_BASE=f"{scripted.url}/v1", OPENAI_API_KEY="none",
+            )  # fmt: skip
+            assert "Applied edit to greet.py" in said, said[-3000:]
+            assert (tmp_path / "greet.py").read_text() == lines[turn + 1] + "\n"
+        assert lines[1] in script.prompts[-1] and "change the greeting 1" in script.prompts[-1]

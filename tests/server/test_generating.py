@@ -233,6 +233,39 @@ class TestChat:
             assert chunk["usage"]["completion_tokens"] == num_reported
         assert num_reported == 20
 
+    def test_details_of_prompt_tokens_are_reported_where_the_server_says_so(self, serving: Callable[..., Live]) -> None:
+        """As in vLLM: null in whole responses, left out of events, unless --enable-prompt-tokens-details."""
+        plain = serving(enable_prompt_tokens_details=False)
+        texts: list[tuple[str, dict[str, Any]]] = [
+            (CHAT, {"messages": USER, "max_tokens": 2}), ("/v1/completions", {"prompt": "abc", "max_tokens": 2}),
+        ]  # fmt: skip
+        for path, body in (*texts, ("/v1/embeddings", {"input": "abc"})):
+            usage = plain.post(path, body).json()["usage"]
+            assert usage["prompt_tokens_details"] is None and usage["prompt_tokens"] > 0
+        both = {"messages": [USER, USER], "max_tokens": 2}
+        assert plain.post("/v1/chat/completions/batch", both).json()["usage"]["prompt_tokens_details"] is None
+        for path, body in texts:
+            options = {"include_usage": True, "continuous_usage_stats": True}
+            chunks = list(events(plain, path, {**body, "stream_options": options}))
+            assert all(
+                set(chunk["usage"]) == {"prompt_tokens", "total_tokens", "completion_tokens"} for chunk in chunks
+            )
+        read = plain.post("/v1/messages", {"messages": USER, "max_tokens": 2}).json()["usage"]
+        assert read["cache_read_input_tokens"] + read["input_tokens"] > 0
+        details = plain.post("/v1/responses", {"input": "abc", "max_output_tokens": 2}).json()["usage"]
+        assert details["input_tokens_details"]["cached_tokens"] >= 0
+
+    def test_a_tool_choice_needs_tools(self, live: Live) -> None:
+        body = {"messages": USER, "max_tokens": 1}
+        for choice in ("auto", "required", {"type": "function", "function": {"name": "add"}}):
+            answer = live.post(CHAT, {**body, "tool_choice": choice})
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tool_choice")
+        for fields in ({"tool_choice": "none"}, {"tool_choice": None}, {"tool_choice": "auto", "tools": []}):
+            assert live.post(CHAT, {**body, **fields}).status_code == 200
+        assert (
+            live.post("/v1/responses", {"input": "a", "max_output_tokens": 1, "tool_choice": "auto"}).status_code == 200
+        )
+
     def test_top_logprobs_are_the_likeliest(self, live: Live) -> None:
         body = {"messages": USER, "temperature": 1.0, "seed": 1, "max_tokens": 20, "logprobs": True, "top_logprobs": 3}
         for entry in live.post(CHAT, body).json()["choices"][0]["logprobs"]["content"]:

@@ -96,7 +96,7 @@ class TestChat:
         chat = client.call(CHAT, messages=USER, **GREEDY, logprobs=True, extra_body=body).choices[0]
         for entry in chat.logprobs.content:
             assert {top.token for top in entry.top_logprobs} == {entry.token, *(f"token_id:{each}" for each in ids)}
-        text = client.call(TEXT, prompt="the world", **GREEDY, extra_body=body).choices[0]
+        text = client.call(TEXT, prompt="the world", **GREEDY, logprobs=3, extra_body=body).choices[0]
         for token, tops in zip(text.logprobs.tokens, text.logprobs.top_logprobs, strict=True):
             assert set(tops) == {token, *(f"token_id:{each}" for each in ids)}
         with pytest.raises(openai.BadRequestError, match="needs logprobs=true"):

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar, Protocol
 
 from quire.messages.sampling import StructuredOutputsParams
-from quire.output.parsers.deltas import CallArguments, CallEnd, CallStart, Delta, ParsedAnswer, gather
+from quire.output.parsers.deltas import CallArguments, CallEnd, CallStart, Content, Delta, ParsedAnswer, gather
 from quire.output.parsers.tools.base import ToolParser, make_tool_parser, notation_of, openai_id
 from quire.output.parsers.tools.json_scanner import JsonScanner
 
@@ -107,6 +107,31 @@ class NamedCallReader:
         return gather(self.push(text) + self.finish())
 
 
+class RequiredCallsReader:
+    """An answer that a grammar makes a list of calls: what is no call is the beginning of one that was cut off."""
+
+    needs_special_tokens: ClassVar[bool] = False
+
+    def __init__(self, parser: ToolParser) -> None:
+        self._parser = parser
+
+    def push(self, text: str) -> list[Delta]:
+        """Add text of the answer; returns the deltas that are now certain."""
+        return _without_text(self._parser.push(text))
+
+    def finish(self) -> list[Delta]:
+        """The answer has ended; returns the deltas held back."""
+        return _without_text(self._parser.finish())
+
+    def parse(self, text: str) -> ParsedAnswer:
+        """A whole answer, exactly as if pushed in pieces."""
+        return gather(self.push(text) + self.finish())
+
+
+def _without_text(deltas: list[Delta]) -> list[Delta]:
+    return [delta for delta in deltas if not isinstance(delta, Content)]
+
+
 class ToolPlan:
     """Tools and tool_choice of one request."""
 
@@ -139,7 +164,9 @@ class ToolPlan:
             return NamedCallReader(self.named)
         offered = {function.name: function.parameters for function in self._functions}
         # A constrained answer is plain JSON, whatever the model's own notation is.
-        return make_tool_parser("json" if self.required else self._parser, offered)
+        if self.required:
+            return RequiredCallsReader(make_tool_parser("json", offered))
+        return make_tool_parser(self._parser, offered)
 
     def constraint(self) -> StructuredOutputsParams | None:
         """The structured output that enforces required calls. On one line: weak models emit endless line breaks."""

@@ -123,7 +123,7 @@ class MessageWriter:
 def as_usage(usage: Usage) -> MessagesUsage:
     """Usage in Anthropic's terms: cached tokens are counted separately."""
     details = usage.prompt_tokens_details
-    cached = 0 if details is msgspec.UNSET else details.cached_tokens
+    cached = details.cached_tokens if details else 0
     return MessagesUsage(usage.prompt_tokens - cached, usage.completion_tokens, cached, energy=usage.energy)
 
 

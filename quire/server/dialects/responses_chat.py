@@ -218,7 +218,7 @@ def _response_format(request: ResponsesRequest) -> ResponseFormat | None:
 def _tool_choice(request: ResponsesRequest) -> str | NamedTool | None:
     choice = request.tool_choice
     if not isinstance(choice, ResponseToolChoice):
-        return choice
+        return None if choice == "auto" else choice
     if choice.type == "allowed_tools":
         allowed = AllowedTools(tools=choice.tools or [], mode=choice.mode or "auto")
         return NamedTool(type="allowed_tools", allowed_tools=allowed)

@@ -282,7 +282,7 @@ def _usage(usage: Usage) -> ResponseUsage:
     reasoning = usage.completion_tokens_details
     return ResponseUsage(
         input_tokens=usage.prompt_tokens,
-        input_tokens_details=ResponseInputTokensDetails(0 if cached is msgspec.UNSET else cached.cached_tokens),
+        input_tokens_details=ResponseInputTokensDetails(cached.cached_tokens if cached else 0),
         output_tokens=usage.completion_tokens,
         output_tokens_details=ResponseOutputTokensDetails(
             0 if reasoning is msgspec.UNSET else reasoning.reasoning_tokens

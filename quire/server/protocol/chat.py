@@ -89,6 +89,8 @@ class ChatRequest(GenerationFields, kw_only=True):
 
     def __post_init__(self) -> None:
         """Turn other spellings into the usual one."""
+        if self.tool_choice == "auto" and self.tools is None and self.functions is None:
+            raise bad_request("tool_choice needs tools", "tool_choice")
         if self.functions and not self.tools:
             self.tools = [ChatTool(function=function) for function in self.functions]
         if isinstance(self.function_call, FunctionName):
@@ -190,6 +192,11 @@ class ChatRequest(GenerationFields, kw_only=True):
             )
         if not all(names):
             raise bad_request("a tool has an empty name", "tools")
+
+    @property
+    def forces_calls(self) -> bool:
+        """Whether the answer is calls, whatever the model thinks of it."""
+        return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
 
     @property
     def has_media(self) -> bool:

@@ -87,7 +87,8 @@ class Usage(msgspec.Struct, omit_defaults=True):
     prompt_tokens: int
     total_tokens: int
     completion_tokens: int
-    prompt_tokens_details: PromptTokensDetails | msgspec.UnsetType = msgspec.UNSET
+    prompt_tokens_details: PromptTokensDetails | msgspec.UnsetType | None = msgspec.UNSET
+    """With `--enable-prompt-tokens-details`; otherwise null in a whole response, and left out of events."""
     completion_tokens_details: CompletionTokensDetails | msgspec.UnsetType = msgspec.UNSET
     energy: UsedEnergy | msgspec.UnsetType = msgspec.UNSET
 
@@ -131,6 +132,12 @@ class CompletionTokensDetails(msgspec.Struct):
     """Tokens of the request's prediction that the answer has, if the prediction is used for drafts…"""
     rejected_prediction_tokens: int | msgspec.UnsetType = msgspec.UNSET
     """…and those that it does not have."""
+
+
+def check_salt(salt: str | None) -> None:
+    """Refuse an empty salt: it would separate nothing."""
+    if salt == "":
+        raise bad_request("cache_salt is empty, and separates nothing: leave it out, or give a text", "cache_salt")
 
 
 class RequestTimings(msgspec.Struct):

@@ -48,7 +48,7 @@ class CompletionRequest(GenerationFields, kw_only=True):
         if self.max_tokens is not None and self.max_tokens < 0:
             raise bad_request(f"max_tokens must be at least 0, got {self.max_tokens}", "max_tokens")
         if self.logprob_token_ids and self.logprobs is None:
-            self.logprobs = len(self.logprob_token_ids)
+            raise bad_request("logprob_token_ids needs logprobs", "logprob_token_ids")
         if self.logprob_token_ids and self.echo:
             raise bad_request("logprob_token_ids are of the output's positions: leave out echo", "logprob_token_ids")
         if self.logprobs is not None and self.logprobs < 0:

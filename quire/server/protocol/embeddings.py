@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import msgspec
 
 from quire.messages.pooling import PoolingParams
 from quire.server.errors import bad_request
 from quire.server.protocol.chat import ChatRequest
-from quire.server.protocol.common import HINTS, Body, Usage, check_scheduling, prompt_list
+from quire.server.protocol.common import HINTS, Body, Usage, check_salt, check_scheduling, prompt_list
 from quire.server.protocol.conversation import ChatMessage
 from quire.server.protocol.values import (
     Hint,
     ModelName,
+    Name,
     Positive,
     Priority,
     Prompt,
@@ -23,20 +24,18 @@ from quire.server.protocol.values import (
     TemplateVariables,
     Truncation,
 )
+from quire.server.vector_encoding import ByteOrder, NumberFormat, VectorPlace
 
 MAX_INPUTS = 2048
 """OpenAI's limit."""
+MAX_PLACES = 256
+"""Vectors that a header describes: clients do not read headers of any length."""
 
 
 class EmbeddingRequest(Body):
     """The body of /v1/embeddings."""
 
-    hints: ClassVar[Mapping[str, str]] = {
-        **HINTS,
-        "normalize": "use use_activation",
-        "embed_dtype": "embeddings are float32",
-        "endianness": "base64 holds little-endian float32",
-    }
+    hints: ClassVar[Mapping[str, str]] = {**HINTS, "normalize": "use use_activation"}
 
     input: Prompt | None = None
     """Text, token ids, or a list of either."""
@@ -47,8 +46,13 @@ class EmbeddingRequest(Body):
     chat_template: str | None = None
     chat_template_kwargs: TemplateVariables | None = None
     model: ModelName | None = None
-    encoding_format: Literal["float", "base64"] | None = None
-    """Encoding of the vectors; base64 holds little-endian float32."""
+    encoding_format: Literal["float", "base64", "bytes", "bytes_only"] | None = None
+    """Encoding of the vectors. bytes: the response is their numbers alone, and its header `metadata` says where each
+    is; bytes_only: without that header."""
+    embed_dtype: NumberFormat | None = None
+    """Number format in base64 and bytes; unset: float32."""
+    endianness: ByteOrder | None = None
+    """Byte order in base64 and bytes; unset: the server's own."""
     dimensions: Positive | None = None
     """Keep this many first components, for models trained for it."""
     user: Hint = None
@@ -67,9 +71,14 @@ class EmbeddingRequest(Body):
     """Lower runs first, under the priority policy."""
     timeout: Seconds | None = None
     """Seconds the request may take, queued and running."""
-    cache_salt: str | None = None
+    cache_salt: Name | None = None
     """Only requests with the same salt share cached prefixes."""
     request_id: RequestId | None = None
+
+    @property
+    def pooling_task(self) -> str | None:
+        """What the vectors are for; None: what the model does."""
+        return "embed"
 
     @property
     def client_names(self) -> Mapping[str, str]:
@@ -78,6 +87,7 @@ class EmbeddingRequest(Body):
     def check_fields(self) -> None:
         """Check what the types cannot express; raises 400."""
         check_scheduling(self.timeout, self.priority)
+        check_salt(self.cache_salt)
         if self.input is None and self.messages is None:
             raise bad_request("input is missing: give text, token ids, or messages in its place", "input")
         if self.input is not None and self.messages is not None:
@@ -85,6 +95,11 @@ class EmbeddingRequest(Body):
         if self.messages is not None:
             self.as_chat().check_fields()
             return
+        if self.encoding_format == "bytes" and len(self.inputs) > MAX_PLACES:
+            raise bad_request(
+                f"encoding_format bytes describes each vector in a header: at most {MAX_PLACES} inputs, got "
+                f"{len(self.inputs)}; bytes_only has no such header", "encoding_format",
+            )  # fmt: skip
         if len(self.inputs) > MAX_INPUTS:
             raise bad_request(f"input has {len(self.inputs)} entries; at most {MAX_INPUTS}", "input")
 
@@ -107,11 +122,22 @@ class EmbeddingRequest(Body):
     def pooling_params(self) -> PoolingParams:
         """The engine's parameters. Raises `ValidationError` for values out of range."""
         return PoolingParams(
+            task=self.pooling_task,
             use_activation=self.use_activation,
             dimensions=self.dimensions,
             pooling=self.pooling,
             truncate_prompt_tokens=self.truncate_prompt_tokens,
         )
+
+
+class VectorsMetadata(msgspec.Struct):
+    """The header `metadata` of a binary response."""
+
+    id: str
+    created: int
+    model: str
+    data: list[VectorPlace]
+    usage: Any
 
 
 class Embedding(msgspec.Struct):

@@ -233,7 +233,7 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
     seed: Seed | None = None
     priority: Priority | None = None
     timeout: Seconds | None = None
-    cache_salt: str | None = None
+    cache_salt: Name | None = None
     request_id: RequestId | None = None
 
     container: None = None

@@ -272,7 +272,7 @@ class ResponsesRequest(Body):
     mm_processor_kwargs: ProcessorSettings = None
     priority: Priority | None = None
     timeout: Seconds | None = None
-    cache_salt: str | None = None
+    cache_salt: Name | None = None
     request_id: RequestId | None = None
     vllm_xargs: dict[str, Any] | None = None
 

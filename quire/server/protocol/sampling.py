@@ -12,8 +12,9 @@ from quire.errors import short_repr
 from quire.messages.beams import BeamSearchParams
 from quire.messages.sampling import SCALARS, RequestOutputKind, SamplingParams, Scalar, StructuredOutputsParams
 from quire.server.errors import bad_request
-from quire.server.protocol.common import HINTS, MAX_SHORT_TEXT, Body, check_free_form, check_scheduling
+from quire.server.protocol.common import HINTS, MAX_SHORT_TEXT, Body, check_free_form, check_salt, check_scheduling
 from quire.server.protocol.values import (
+    LARGEST_SEED,
     AdapterWeights,
     AllowedTokens,
     Hint,
@@ -97,12 +98,18 @@ def _describe(scalar: Scalar) -> msgspec.Meta:
     return msgspec.Meta(description=scalar.help, extra_json_schema=schema)
 
 
+def check_seed(seed: int | None) -> None:
+    """Refuse a seed of more than 64 bits with a sign."""
+    if seed is not None and not -LARGEST_SEED - 1 <= seed <= LARGEST_SEED:
+        raise bad_request(f"seed must be from {-LARGEST_SEED - 1} to {LARGEST_SEED}, got {short_repr(seed)}", "seed")
+
+
 class StreamOptions(Body):
     """What a stream reports besides text."""
 
     include_usage: bool | UnsetType | None = UNSET
     """Usage in a separate last chunk; false or null: not."""
-    continuous_usage_stats: bool | None = None
+    continuous_usage_stats: bool | UnsetType | None = UNSET
     """Usage in every chunk."""
     include_obfuscation: bool | None = None
     """Accepted, without effect."""
@@ -191,7 +198,7 @@ class GenerationFields(Body):
     """Lower runs first, under the priority policy."""
     timeout: Seconds | None = None
     """Seconds the request may take, queued and running."""
-    cache_salt: str | None = None
+    cache_salt: Name | None = None
     """Only requests with the same salt share cached prefixes."""
     request_id: RequestId | None = None
     session_id: SessionName | None = None
@@ -251,6 +258,8 @@ class GenerationFields(Body):
         if self.stream and self.prompt_logprobs:
             raise bad_request("prompt_logprobs are not streamed; leave stream out", "prompt_logprobs")
         check_scheduling(self.timeout, self.priority)
+        check_salt(self.cache_salt)
+        check_seed(self.seed)
         check_free_form(
             "vllm_xargs", self.vllm_xargs, most_values=MAX_XARGS_VALUES, most_characters=MAX_XARGS_CHARACTERS
         )

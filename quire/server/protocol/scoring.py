@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal, Union
 
 import msgspec
 
 from quire.server.errors import bad_request
-from quire.server.protocol.common import HINTS, Body
+from quire.server.protocol.common import HINTS, Body, check_salt
 from quire.server.protocol.embeddings import MAX_INPUTS, EmbeddingRequest
-from quire.server.protocol.values import Hint, ModelName, Priority, RequestId, Seconds, Truncation
+from quire.server.protocol.values import Hint, ModelName, Name, Priority, RequestId, Seconds, TokenCount, Truncation
 
 Document = Union[str, dict[str, Any]]
 Documents = Union[str, dict[str, Any], list[Document]]
@@ -19,33 +19,51 @@ Documents = Union[str, dict[str, Any], list[Document]]
 class PoolingRequest(EmbeddingRequest, kw_only=True):
     """The body of /pooling."""
 
-    task: Literal["embed"] | None = None
-    """What is returned: this server has embeddings only."""
+    task: Literal["embed", "classify"] | None = None
+    """What is returned; unset: what the model does."""
     softmax: Hint = None
+
+    @property
+    def pooling_task(self) -> str | None:
+        return self.task
 
 
 class PoolingFields(Body, kw_only=True):
     """Fields of /score and /rerank."""
 
-    hints: ClassVar[Mapping[str, str]] = {**HINTS, "max_tokens_per_doc": "use truncate_prompt_tokens"}
+    hints: ClassVar[Mapping[str, str]] = HINTS
 
     model: ModelName | None = None
     pooling: Literal["last", "mean"] | None = None
     """The last token's hidden state, or the mean of all; unset: the engine's setting."""
     truncate_prompt_tokens: Truncation | None = None
+    use_activation: bool | None = None
+    """False: what a classifier of pairs computes, and not the probability that it stands for."""
+    max_tokens_per_query: TokenCount | None = None
+    max_tokens_per_doc: TokenCount | None = None
+    """Keep this many first tokens of each document; 0: all."""
     priority: Priority | None = None
     timeout: Seconds | None = None
-    cache_salt: str | None = None
+    cache_salt: Name | None = None
     request_id: RequestId | None = None
     user: Hint = None
 
-    def embeddings_of(self, texts: list[str]) -> EmbeddingRequest:
-        """The request for the embeddings of these texts."""
-        if len(texts) > MAX_INPUTS:
-            raise bad_request(f"{len(texts)} texts were given; at most {MAX_INPUTS}")
-        return EmbeddingRequest(
-            input=list(texts),
+    def check_fields(self, longest: int) -> None:
+        """Check what the types cannot express; raises 400. `longest`: the model's maximum length."""
+        check_salt(self.cache_salt)
+        for name in ("max_tokens_per_query", "max_tokens_per_doc"):
+            if (value := getattr(self, name) or 0) and not 0 < value < longest:
+                raise bad_request(f"{name} must be from 0 to {longest - 1}, got {value}", name)
+
+    def vectors_of(self, inputs: Sequence[str | list[int]], task: str = "embed") -> PoolingRequest:
+        """The request for the vectors of these texts, or of these tokens, which are truncated already."""
+        if len(inputs) > MAX_INPUTS:
+            raise bad_request(f"{len(inputs)} texts were given; at most {MAX_INPUTS}")
+        return PoolingRequest(
+            task=task,  # type: ignore[arg-type]
+            input=list(inputs),
             pooling=self.pooling,
+            use_activation=self.use_activation if task == "classify" else None,
             truncate_prompt_tokens=self.truncate_prompt_tokens,
             priority=self.priority,
             timeout=self.timeout,
@@ -85,7 +103,7 @@ class RerankRequest(PoolingFields, kw_only=True):
     """The body of /rerank."""
 
     query: Document
-    documents: list[Document]
+    documents: Documents
     top_n: int | None = None
     """Return this many of the most similar documents; unset or 0: all."""
     return_documents: bool | None = None
@@ -108,8 +126,44 @@ def texts_of(given: Documents, name: str) -> list[str]:
 class ClassifyRequest(EmbeddingRequest, kw_only=True):
     """The body of /classify."""
 
+    @property
+    def pooling_task(self) -> str | None:
+        return "classify"
+
 
 # Responses
+
+
+class PoolingUsage(msgspec.Struct):
+    prompt_tokens: int
+    total_tokens: int
+    completion_tokens: int = 0
+    prompt_tokens_details: None = None
+
+
+class RerankUsage(msgspec.Struct):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class Classified(msgspec.Struct):
+    """The likeliest class of one input, and the probabilities of all."""
+
+    index: int
+    label: str | None
+    probs: list[float]
+    num_classes: int
+
+
+class ClassifyResponse(msgspec.Struct):
+    """The whole response of /classify."""
+
+    id: str
+    created: int
+    model: str
+    data: list[Classified]
+    usage: PoolingUsage
+    object: str = "list"
 
 
 class PooledInput(msgspec.Struct):
@@ -118,12 +172,6 @@ class PooledInput(msgspec.Struct):
     index: int
     data: Union[list[float], str]
     object: str = "pooling"
-
-
-class PoolingUsage(msgspec.Struct):
-    prompt_tokens: int
-    total_tokens: int
-    completion_tokens: int = 0
 
 
 class PoolingResponse(msgspec.Struct):
@@ -138,7 +186,7 @@ class PoolingResponse(msgspec.Struct):
 
 
 class Score(msgspec.Struct):
-    """How similar two texts are: the cosine of their embeddings."""
+    """How similar two texts are: the cosine of their embeddings, or what a classifier of pairs answers."""
 
     index: int
     score: float
@@ -158,6 +206,7 @@ class ScoreResponse(msgspec.Struct):
 
 class RankedDocument(msgspec.Struct):
     text: str
+    multi_modal: None = None
 
 
 class RankedResult(msgspec.Struct):
@@ -173,5 +222,5 @@ class RerankResponse(msgspec.Struct):
 
     id: str
     model: str
-    usage: PoolingUsage
+    usage: RerankUsage
     results: list[RankedResult]

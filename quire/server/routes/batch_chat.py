@@ -36,8 +36,8 @@ async def create(context: ServerContext, exchange: Exchange) -> None:
             await asyncio.gather(*tasks, return_exceptions=True)
         for index, choice in enumerate(choices):
             choice.index = index
-        whole = answers[0].response(choices, _usage([answer.generation for answer in answers]))
-        await exchange.reply(whole)
+        usage = _usage([answer.generation for answer in answers])
+        await exchange.reply(answers[0].response(choices, context.shown(usage, is_whole=True)))
 
 
 def _prepare(context: ServerContext, exchange: Exchange, request: BatchChatRequest) -> list[ChatAnswer]:
@@ -61,7 +61,7 @@ def _usage(generations: list[ChatGeneration]) -> Usage:
         total_tokens=sum(part.total_tokens for part in parts),
         completion_tokens=sum(part.completion_tokens for part in parts),
         prompt_tokens_details=PromptTokensDetails(
-            sum(each.cached_tokens for each in details if each is not msgspec.UNSET),
+            sum(each.cached_tokens for each in details if each),
             sum(generation.counter.image_tokens for generation in generations) or msgspec.UNSET,
         ),
         energy=_energy(parts),

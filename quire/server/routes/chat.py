@@ -88,12 +88,15 @@ class ChatAnswer:
         """The response with these choices."""
         return ChatResponse(self._id, "chat.completion", self._created, self._model, choices, usage)
 
+    def _usage(self, is_whole: bool = False) -> Usage:
+        return self._context.shown(self.generation.counter.usage, is_whole)
+
     def _whole(self, pieces: list[list[AnswerPiece]]) -> bytes:
         """The encoded response."""
         generation = self.generation
         output = pieces[0][-1].output
         first = pieces[0][0].output
-        response = self.response([self.choice(mine) for mine in pieces], generation.counter.usage)
+        response = self.response([self.choice(mine) for mine in pieces], self._usage(is_whole=True))
         if first.prompt_logprobs is not None:
             response.prompt_logprobs = prompt_logprobs(first.prompt_logprobs)
         if self._wants_ids:
@@ -111,7 +114,7 @@ class ChatAnswer:
         if self.generation.splits_reasoning:
             message.reasoning = answer.reasoning or None
         if answer.calls:
-            message.content = message.content or None
+            message.content = message.content or ("" if self._request.forces_calls else None)
             called = [CalledFunction(call.name, call.arguments) for call in answer.calls]
             if self._request.functions:
                 message.function_call = called[0]
@@ -162,7 +165,7 @@ class ChatAnswer:
                 if not started[piece.sequence.index]:
                     started[piece.sequence.index] = True
                     await self._open(events, piece, continuous)
-                usage = generation.counter.usage if continuous else None
+                usage = self._usage() if continuous else None
                 # All that was generated while a client did not read comes at once.
                 tokens = len(piece.sequence.token_ids) * len(started)
                 is_long = takes_long(tokens, self._details_each)
@@ -171,7 +174,7 @@ class ChatAnswer:
         if last is not None and (request.include_usage or forced or self._wants_timings):
             closing = self._chunk([])
             if request.include_usage or forced:
-                closing.usage = generation.counter.usage
+                closing.usage = self._usage()
             if self._wants_timings:
                 closing.metrics = request_timings(last.output)
             await events.send(closing)

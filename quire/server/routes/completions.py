@@ -188,7 +188,7 @@ class CompletionAnswer:
             self._count(index, output)
             choices += [self._choice(index, output, sequence) for sequence in output.outputs]
         response = self._response(choices)
-        response.usage = self._counter.usage
+        response.usage = self._context.shown(self._counter.usage, is_whole=True)
         response.service_tier = response.system_fingerprint = response.kv_transfer_params = None
         if self._wants_timings:
             timings = [request_timings(output) for output in outputs]
@@ -217,14 +217,14 @@ class CompletionAnswer:
                     is_long = takes_long(len(sequence.token_ids) * self._n, request.logprobs)
                     if not progress.is_started and (request.echo or request.prompt_logprobs is not None):
                         is_long = self._has_many_details([output])
-                    usage = self._counter.usage if continuous else None
+                    usage = self._context.shown(self._counter.usage) if continuous else None
                     await events.send_bytes(
                         await self._exchange.call(is_long, self._event, index, output, sequence, usage)
                     )
         if request.include_usage or forced or self._wants_timings:
             closing = self._response([])
             if request.include_usage or forced:
-                closing.usage = self._counter.usage
+                closing.usage = self._context.shown(self._counter.usage)
             if self._wants_timings:
                 timings = [request_timings(ends[index]) for index in sorted(ends)]
                 closing.metrics = timings[0] if len(timings) == 1 else timings

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import base64
+import json
 import time
 from collections.abc import Sequence
 
@@ -22,8 +22,9 @@ from quire.server.generation import START_AT_ONCE
 from quire.server.http import Exchange
 from quire.server.limits import QueueTicket
 from quire.server.protocol.common import PromptTokensDetails, Usage, has_many_prompts, used_energy
-from quire.server.protocol.embeddings import Embedding, EmbeddingRequest, EmbeddingResponse
+from quire.server.protocol.embeddings import Embedding, EmbeddingRequest, EmbeddingResponse, VectorsMetadata
 from quire.server.routing import Route
+from quire.server.vector_encoding import as_base64, joined
 
 
 async def create(context: ServerContext, exchange: Exchange) -> None:
@@ -36,12 +37,17 @@ async def create(context: ServerContext, exchange: Exchange) -> None:
         is_long = body.input is None or has_many_prompts(body.input)
         prompts = await exchange.work(tokenized, context, body, is_long=is_long)
         outputs = await vectors(context, exchange, body, prompts)
+        name, made, model = f"embd-{exchange.id}", int(time.time()), body.model or context.names[0]
+        if body.encoding_format in ("bytes", "bytes_only"):
+            usage = context.shown(usage_of(outputs), is_whole=True)
+            await reply_bytes(exchange, body, outputs, VectorsMetadata(name, made, model, [], usage))
+            return
         response = EmbeddingResponse(
-            id=f"embd-{exchange.id}",
-            created=int(time.time()),
-            model=body.model or context.names[0],
+            id=name,
+            created=made,
+            model=model,
             data=[await _encoded(index, output, body) for index, output in enumerate(outputs)],
-            usage=usage_of(outputs),
+            usage=context.shown(usage_of(outputs), is_whole=True),
         )
         await exchange.reply(response)
 
@@ -52,7 +58,10 @@ def tokenized(context: ServerContext, body: EmbeddingRequest) -> list[list[int]]
     if body.messages is not None:
         if body.as_chat().has_media:
             raise bad_request("images are not embedded: send text", "messages")
-        return [_truncated(context, body, render(context, body.as_chat())[1])]
+        text, tokens, _ = render(context, body.as_chat())
+        if body.add_special_tokens:  # beside those that the template wrote
+            tokens = context.tokenize(text, True, field="messages")
+        return [_truncated(context, body, tokens)]
     adds, keep = body.add_special_tokens is not False, body.truncate_prompt_tokens
     prompts: list[list[int]] = []
     for item in body.inputs:
@@ -152,13 +161,26 @@ async def _encoded(index: int, output: PoolingRequestOutput, body: EmbeddingRequ
     await asyncio.sleep(0)
     vector = output.outputs.data
     if body.encoding_format == "base64":
-        return Embedding(index, as_base64(vector))
+        return Embedding(index, base64_of(vector, body))
     return Embedding(index, msgspec.Raw(msgspec.json.encode(vector.tolist())))  # type: ignore[arg-type]  # already encoded
 
 
-def as_base64(vector: NDArray[np.float32]) -> str:
-    """Little-endian float32, as OpenAI's clients decode it."""
-    return base64.b64encode(vector.astype("<f4").tobytes()).decode()
+def base64_of(vector: NDArray[np.float32], body: EmbeddingRequest) -> str:
+    """The vector as the request wants it in base64."""
+    return as_base64(vector, body.embed_dtype or "float32", body.endianness or "native")
+
+
+async def reply_bytes(
+    exchange: Exchange, body: EmbeddingRequest, outputs: Sequence[PoolingRequestOutput], metadata: VectorsMetadata
+) -> None:
+    """Send the vectors' numbers alone. `metadata`: the header, which says where each is."""
+    found = [output.outputs.data for output in outputs]
+    data, metadata.data = await exchange.work(
+        joined, found, body.embed_dtype or "float32", body.endianness or "native", is_long=True
+    )
+    told = body.encoding_format == "bytes"
+    headers = {"metadata": json.dumps(msgspec.to_builtins(metadata))} if told else {}  # in ASCII, as headers are
+    await exchange.reply(data, headers=headers, content_type=b"application/octet-stream")
 
 
 def usage_of(outputs: Sequence[PoolingRequestOutput]) -> Usage:
@@ -174,5 +196,13 @@ def usage_of(outputs: Sequence[PoolingRequestOutput]) -> Usage:
 
 
 ROUTES = [
-    Route("POST", "/v1/embeddings", create, body=EmbeddingRequest, answer=EmbeddingResponse, generates=True),
+    Route(
+        "POST",
+        "/v1/embeddings",
+        create,
+        body=EmbeddingRequest,
+        answer=EmbeddingResponse,
+        generates=True,
+        is_binary=True,
+    ),
 ]

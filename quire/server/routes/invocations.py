@@ -11,13 +11,14 @@ from quire.server.http import Exchange
 from quire.server.protocol.chat import ChatChunk, ChatResponse
 from quire.server.protocol.completions import CompletionResponse
 from quire.server.protocol.embeddings import EmbeddingResponse
-from quire.server.protocol.scoring import RerankResponse, ScoreResponse
+from quire.server.protocol.scoring import ClassifyResponse, RerankResponse, ScoreResponse
 from quire.server.routes import chat, completions, embeddings, scoring
 from quire.server.routing import Handler, Route
 
 
 class InvocationRequest(msgspec.Struct):
-    """A body of /v1/chat/completions, /v1/completions, /v1/embeddings, /rerank or /score."""
+    """A body of /v1/chat/completions, /v1/completions, /v1/embeddings, /rerank or /score; on a classifier of /classify,
+    /rerank or /score."""
 
     messages: msgspec.Raw = msgspec.Raw()
     prompt: msgspec.Raw = msgspec.Raw()
@@ -44,7 +45,10 @@ async def invoke(context: ServerContext, exchange: Exchange) -> None:
     exchange.keeps_body = True
     data = await exchange.read_body()
     name = await exchange.work(_meant, context, data)
-    await _HANDLERS[name](context, exchange)
+    if context.llm.info.model.class_head is not None and name in ("messages", "prompt", "input"):
+        await scoring.classify(context, exchange)
+    else:
+        await _HANDLERS[name](context, exchange)
 
 
 def _meant(context: ServerContext, data: bytes) -> str:
@@ -66,7 +70,7 @@ ROUTES = [
         "/invocations",
         invoke,
         body=None,
-        answer=(ChatResponse, CompletionResponse, EmbeddingResponse, RerankResponse, ScoreResponse),
+        answer=(ChatResponse, CompletionResponse, EmbeddingResponse, RerankResponse, ScoreResponse, ClassifyResponse),
         event=(ChatChunk, CompletionResponse),
         last_data="[DONE]",
         errors=(400, 404, 408, 413, 415, 429),
