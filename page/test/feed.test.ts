@@ -16,7 +16,7 @@ describe("the feed", () => {
     expect(state.apply(first)).toBe(true);
     const next: Frame = { frame: 8, scope: "admin", at: 1500, counters: { generated_tokens: 60 }, cells: { size: 5, stride: 1, runs: [0, 1, 3, 2], data: text(9, 8, 7) } };
     expect(state.apply(next)).toBe(true);
-    expect([...state.cells]).toEqual([9, 0, 1, 8, 7]);
+    expect([...state.device.cells]).toEqual([9, 0, 1, 8, 7]);
     expect(state.latest.out).toBe(100);
   });
 

@@ -26,7 +26,7 @@ def test_it_shows_rates_rows_and_what_requests_wait_for(
             shown = capsys.readouterr().out
             if "16 running" in shown and "all 16 rows are in use" in shown:
                 break
-    assert "16 running" in shown and "all 16 rows are in use" in shown and "1 requests are before it" in shown
+    assert "16 running" in shown and "all 16 rows are in use" in shown and "1 request is before it" in shown
     assert re.search(r"and \d{3} more", shown)  # of those that wait, 12 are listed
     rate = float(shown.split("tokens")[1].split(" out")[0])
     assert rate > 0
