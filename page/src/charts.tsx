@@ -47,9 +47,9 @@ function short(value: number): string {
 }
 
 /** `top`: the value at the upper edge; the largest one if it is not given. */
-export function LineChart({ title, unit, lines, top: given }: { title: string; unit: string; lines: Line[]; top?: number }): VNode {
+export function LineChart({ title, unit, lines, top: given, format = short }: { title: string; unit: string; lines: Line[]; top?: number; format?: (value: number) => string }): VNode {
   const top = given ?? Math.max(1e-9, ...lines.flatMap((line) => line.values));
-  const now = lines.map((line) => `${line.name} ${short(line.values.at(-1) ?? 0)}`).join(", ");
+  const now = lines.map((line) => `${line.name} ${format(line.values.at(-1) ?? 0)}`).join(", ");
   return (
     <figure class="panel">
       <figcaption>
@@ -58,7 +58,7 @@ export function LineChart({ title, unit, lines, top: given }: { title: string; u
           {lines.map((line) => (
             <span key={line.name}>
               <i style={{ background: line.colour }} />
-              {line.name} <b>{short(line.values.at(-1) ?? 0)}</b>
+              {line.name} <b>{format(line.values.at(-1) ?? 0)}</b>
             </span>
           ))}
           <span>{unit}</span>
@@ -89,7 +89,7 @@ export function LineChart({ title, unit, lines, top: given }: { title: string; u
             });
             context.stroke();
           }
-          context.fillText(short(top), 2, 11);
+          context.fillText(format(top), 2, 11);
         }}
       />
     </figure>

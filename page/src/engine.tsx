@@ -30,7 +30,14 @@ function Figure({ name, value, more, id }: { name: string; value: string; more?:
   );
 }
 
-export function Engine({ onTimeline, onKey }: { onTimeline: (id: string) => void; onKey: () => void }): VNode {
+interface Props {
+  onTimeline: (id: string) => void;
+  /** Asks for keys; absent on a server that has none. */
+  onKey?: () => void;
+  hasAdmin?: boolean;
+}
+
+export function Engine({ onTimeline, onKey, hasAdmin }: Props): VNode {
   const state = useFeed()!;
   const status = feed.status;
   const frame = state.frame;
@@ -39,7 +46,7 @@ export function Engine({ onTimeline, onKey }: { onTimeline: (id: string) => void
       <div class="notice">
         <h2>The engine's figures need a key</h2>
         <p>{status.message}</p>
-        <button type="button" class="primary" onClick={onKey}>Enter a key</button>
+        {onKey && <button type="button" class="primary" onClick={onKey}>Enter a key</button>}
       </div>
     );
   }
@@ -47,10 +54,10 @@ export function Engine({ onTimeline, onKey }: { onTimeline: (id: string) => void
     return <div class="notice" role="status"><p>{status.kind === "failed" ? status.message : "Connecting to the engine…"}</p></div>;
   }
   if (frame.status) return <div class="notice" role="status"><h2>The engine is not running</h2><p>{frame.status}</p></div>;
-  return <Live state={state} onTimeline={onTimeline} onKey={onKey} />;
+  return <Live state={state} onTimeline={onTimeline} onKey={onKey} hasAdmin={hasAdmin} />;
 }
 
-function Live({ state, onTimeline, onKey }: { state: FeedState; onTimeline: (id: string) => void; onKey: () => void }): VNode {
+function Live({ state, onTimeline, onKey, hasAdmin }: Props & { state: FeedState }): VNode {
   const frame = state.frame!;
   const counters = frame.counters ?? {};
   const rows = frame.rows ?? [];
@@ -78,7 +85,7 @@ function Live({ state, onTimeline, onKey }: { state: FeedState; onTimeline: (id:
         )}
         <span class="note">
           {frame.scope === "admin" ? "Everything is shown." : "Your own requests are shown, and public figures."}{" "}
-          {frame.scope === "tenant" && <button type="button" class="link" onClick={onKey}>Use an admin key</button>}
+          {frame.scope === "tenant" && hasAdmin && <button type="button" class="link" onClick={onKey}>Use an admin key</button>}
         </span>
       </div>
       <div class="figures">
@@ -121,7 +128,7 @@ function Live({ state, onTimeline, onKey }: { state: FeedState; onTimeline: (id:
         />
         <LineChart
           title="Time to the first token"
-          unit="ms"
+          unit="" format={ms}
           lines={[
             { name: "median", colour: "#3d8b8b", values: state.samples.map((one) => one.first) },
             { name: "95%", colour: "#d18f2c", values: state.samples.map((one) => one.firstSlow) },
@@ -129,14 +136,14 @@ function Live({ state, onTimeline, onKey }: { state: FeedState; onTimeline: (id:
         />
         <LineChart
           title="Time of each token"
-          unit="ms"
+          unit="" format={ms}
           lines={[
             { name: "median", colour: "#3d8b8b", values: state.samples.map((one) => one.token) },
             { name: "95%", colour: "#d18f2c", values: state.samples.map((one) => one.tokenSlow) },
           ]}
         />
         <StepChart steps={state.steps} />
-        <LineChart title="Step time" unit="ms" lines={[{ name: "step", colour: "#6b7fb3", values: state.steps.map((step) => step[2]) }]} />
+        <LineChart title="Step time" unit="" format={ms} lines={[{ name: "step", colour: "#6b7fb3", values: state.steps.map((step) => step[2]) }]} />
         <LineChart title="Prefix hits" unit="% of prompt tokens" top={100} lines={[{ name: "cached", colour: "#5d86b8", values: state.samples.map((one) => 100 * one.hits) }]} />
         {state.slow?.energy?.joules !== undefined && (
           <LineChart

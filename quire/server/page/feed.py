@@ -139,6 +139,10 @@ class EngineFeed:
 
     # What channels share
 
+    def block_bytes(self, replica: int) -> int:
+        """Bytes of a block on the device."""
+        return self._llm.replicas[replica].info.block_bytes
+
     async def view(self, replica: int, age: float) -> EngineView:
         """A replica's view, at most `age` seconds old; one question is asked at a time."""
         known = self._views.get(replica)
@@ -186,7 +190,7 @@ class Channel:
         self._feed = feed
         self._replica = replica
         self._pause = 1 / hz
-        self._writer = FrameWriter(scope, replica)
+        self._writer = FrameWriter(scope, replica, feed.block_bytes(replica))
         self._sent_slow: SlowFigures | None = None
         self.task = asyncio.ensure_future(self._run())
 

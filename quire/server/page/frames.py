@@ -160,6 +160,7 @@ class FeedFrame(msgspec.Struct, omit_defaults=True, kw_only=True):
     """Why there is no view; the other fields are then missing."""
     replica: int = 0
     block_size: int = 0
+    block_bytes: int = 0
     row_count: int = 0
     budget: int = 0
     counters: dict[str, float] = {}
@@ -212,9 +213,10 @@ class Scope:
 class FrameWriter:
     """Writes the frames of one channel: all its viewers see the same."""
 
-    def __init__(self, scope: Scope, replica: int) -> None:
+    def __init__(self, scope: Scope, replica: int, block_bytes: int = 0) -> None:
         self._scope = scope
         self._replica = replica
+        self._block_bytes = block_bytes
         self._number = 0
         self._cells: Cells | None = None
         self._host: Cells | None = None
@@ -256,6 +258,7 @@ class FrameWriter:
             at=1000 * (view.at + view.offset),
             replica=self._replica,
             block_size=view.block_size,
+            block_bytes=self._block_bytes,
             row_count=view.rows,
             budget=view.budget,
             counters=view.counters,

@@ -165,8 +165,8 @@ def test_blocks_appear_and_go_and_waiting_requests_say_why(live: Live, browser: 
     thread.start()
     try:
         browser.wait(lambda: browser.run(held) > 0, "no block is held")
-        browser.wait_for_text("#queue", "no row is free")
-        assert "all 16 rows are in use" in browser.text("#queue") and "others come first" in browser.text("#queue")
+        browser.wait_for_text("#queue .badge.rows", "rows")
+        assert "all 16 rows are in use" in browser.text("#queue") and "1 request is before it" in browser.text("#queue")
         assert browser.text("#running") == "16"
         browser.run("document.querySelector('#blocks').focus()")
         browser.type("#blocks", "\ue014")  # the right arrow
