@@ -34,6 +34,7 @@ export interface Timeline {
   tenant: string;
   prompt_tokens: number;
   arrival: number;
+  now: number;
   finish_reason: string;
   events: TimelineEvent[];
   steps: TimelineStep[];
@@ -167,7 +168,7 @@ function Shown({ timeline }: { timeline: Timeline }): VNode {
   const canvas = useRef<HTMLCanvasElement>(null);
   const [step, setStep] = useState<TimelineStep | null>(null);
   const start = timeline.arrival || timeline.events[0]?.at || 0;
-  const end = Math.max(start + 1e-3, ...timeline.events.map((one) => one.at), timeline.steps.at(-1)?.end ?? 0);
+  const end = Math.max(start + 1e-3, timeline.finish_reason ? 0 : timeline.now, ...timeline.events.map((one) => one.at), timeline.steps.at(-1)?.end ?? 0);
   const sequences = [...new Set(timeline.events.map((event) => event.sequence))].sort((a, b) => a - b);
   const isMany = sequences.length > 1;
   const lane = 58;
@@ -206,10 +207,11 @@ function Shown({ timeline }: { timeline: Timeline }): VNode {
     context.fillStyle = ink();
     context.font = "11px system-ui, sans-serif";
     context.strokeStyle = isDarkNow() ? "#2c3438" : "#e4e1d8";
-    for (let i = 0; i <= 5; i += 1) {
-      const label = duration((end - start) * (i / 5));
-      context.textAlign = i === 0 ? "left" : i === 5 ? "right" : "center";
-      context.fillText(label, (width * i) / 5, height - 6);
+    const labels = width < 500 ? 3 : 5;
+    for (let i = 0; i <= labels; i += 1) {
+      const label = duration((end - start) * (i / labels));
+      context.textAlign = i === 0 ? "left" : i === labels ? "right" : "center";
+      context.fillText(label, (width * i) / labels, height - 6);
     }
   });
   const point = (event: MouseEvent) => {

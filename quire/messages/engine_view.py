@@ -142,6 +142,8 @@ class RequestTimeline(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     tenant: str
     prompt_tokens: int
     arrival: float
+    now: float
+    """When this was told."""
     offset: float
     """What to add to a time for seconds since 1970."""
     finish_reason: str

@@ -251,9 +251,9 @@ def slow_figures(
         rank_skew=0.0 if skew is None else round(skew.value, 3),
         energy=_energy(every),
         adapters={
-            name: every[f"adapter_{name}"].value
-            for name in ("loads", "evictions", "load_failures", "load_seconds")
-            if every.get("adapter_loads") is not None and every["adapter_loads"].value
+            name.removeprefix("adapter_"): metric.value
+            for name, metric in every.items()
+            if name in ("adapter_loads", "adapter_evictions", "adapter_load_failures") and metric.value
         },
         sessions={name: metric.value for name, metric in every.items() if name in ("sessions", "sessions_on_device")},
     )  # fmt: skip

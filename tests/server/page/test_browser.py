@@ -16,7 +16,7 @@ from tests.media.files import encoded, noise
 from tests.server.conftest import Host, Live
 from tests.server.page.browser import Browser
 from tests.server.page.proxy import proxied
-from tests.server.scripted import Script
+from tests.server.scripted import Script, call
 
 AXE = (Path(__file__).parent / "vendor" / "axe.min.js").read_text()
 ENDLESS = {"maxTokens": 100_000, "extra": '{"ignore_eos": true}'}
@@ -291,6 +291,26 @@ def test_everything_is_reached_with_the_keyboard(long_live: Live, browser: Brows
     browser.wait_for_text("#tip", "Block 2:")
     browser.press(escape)
     browser.wait_for_text("#tip", "use the arrow keys")
+
+
+def test_thinking_and_tool_calls_are_folded(long_host: Host, script: Script, browser: Browser) -> None:
+    live, stop = long_host.start(reasoning_parser="qwen3", tool_call_parser="hermes")
+    try:
+        script.answer = lambda prompt: (
+            f"<think>\nHm <b>one</b> moment\n</think>\n\nI look.{call('weather', city='<i>Bern')}"
+        )
+        tool = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+        open_page(browser, live, extra=json.dumps({"tools": [tool]}))
+        say(browser, "Is it raining?")
+        await_replies(browser, 1)
+        folds = "return [...document.querySelectorAll('.bubble.assistant .fold')].map(e => [e.open, e.textContent])"
+        (is_open, thinking), (_, called) = browser.run(folds)
+        assert not is_open and "Hm <b>one</b> moment" in thinking and "Tool call: weather" in called
+        assert '"<i>Bern"' in called and "I look." in browser.text(".bubble.assistant > .markdown")
+        assert "think>" not in browser.text(".bubble.assistant > .markdown")
+        assert faults(browser) == []
+    finally:
+        stop()
 
 
 def test_keys_are_asked_for(serving: Callable[..., Live], browser: Browser) -> None:
