@@ -13,11 +13,26 @@ import {
 
 const SUGGESTIONS = ["What is a KV cache, in two sentences?", "Write a haiku about pages of a book.", "List three uses of a lighthouse."];
 
+/** The page was left while replies were written: they are as far as they were saved. */
+function ended(conversation: Conversation): Conversation {
+  for (const one of Object.values(conversation.messages)) {
+    if (one.role === "assistant" && !one.stats && !one.error) one.stopped = true;
+  }
+  return conversation;
+}
+
 function blank(): Conversation {
   return { id: newId("c-"), title: "", changed: Date.now(), messages: {}, leaf: "" };
 }
 
-export function Chat({ models, onTimeline }: { models: ModelCard[]; onTimeline: (id: string) => void }): VNode {
+interface ChatProps {
+  models: ModelCard[];
+  /** It stays, unseen, while another view is shown: its replies go on. */
+  isShown: boolean;
+  onTimeline: (id: string) => void;
+}
+
+export function Chat({ models, isShown, onTimeline }: ChatProps): VNode {
   const [saved, setSaved] = useState<Conversation[]>([]);
   const [open, setOpen] = useState<Conversation>(blank);
   const [given, setGiven] = useState<Parameters>(() => ({ ...DEFAULTS, ...readSetting("parameters", {}) }));
@@ -40,7 +55,7 @@ export function Chat({ models, onTimeline }: { models: ModelCard[]; onTimeline: 
       .then((found) => {
         setSaved(found);
         const last = found.find((one) => one.id === known);
-        if (last) setOpen(last);
+        if (last) setOpen(ended(last));
       })
       .catch(() => undefined);
   }, []);
@@ -50,6 +65,10 @@ export function Chat({ models, onTimeline }: { models: ModelCard[]; onTimeline: 
   const scroll = () => {
     if (sticks.current) end.current?.scrollIntoView({ block: "end" });
   };
+  useEffect(() => {
+    sticks.current = true;
+    scroll();
+  }, [open.id, isShown]);
   const keep = (one: Conversation) => {
     one.changed = Date.now();
     conversations
@@ -78,6 +97,7 @@ export function Chat({ models, onTimeline }: { models: ModelCard[]; onTimeline: 
       });
     };
     soon();
+    keep(open);
     try {
       await generate(open, reply, card, given, control.signal, soon);
     } catch (error) {
@@ -116,6 +136,7 @@ export function Chat({ models, onTimeline }: { models: ModelCard[]; onTimeline: 
   return (
     <div
       class={isDropping ? "chat dropping" : "chat"}
+      hidden={!isShown}
       onDragOver={(event) => {
         if (!event.dataTransfer?.types.includes("Files")) return;
         event.preventDefault(); // otherwise the browser leaves the page and opens the file
@@ -139,7 +160,7 @@ export function Chat({ models, onTimeline }: { models: ModelCard[]; onTimeline: 
         <ul>
           {saved.map((one) => (
             <li key={one.id} class={one.id === open.id ? "current" : ""}>
-              <button type="button" class="quiet title" aria-current={one.id === open.id ? "true" : undefined} onClick={() => begin(one)}>
+              <button type="button" class="quiet title" aria-current={one.id === open.id ? "true" : undefined} onClick={() => begin(one.id === open.id ? open : ended(one))}>
                 {visible(one.title) || "Untitled"}
               </button>
               <button
@@ -175,7 +196,7 @@ export function Chat({ models, onTimeline }: { models: ModelCard[]; onTimeline: 
               {models.map((one) => <option key={one.id} value={one.id}>{one.id}</option>)}
             </select>
           </label>
-          <SharedNote conversation={open} isOn={given.usesSessions} />
+          <SharedNote conversation={open} isOn={isShown && given.usesSessions} />
         </div>
         <div
           class="messages"

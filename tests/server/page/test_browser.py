@@ -122,6 +122,22 @@ def test_a_reply_is_stopped(long_live: Live, browser: Browser) -> None:
     assert browser.exists("#send")
 
 
+def test_a_reply_goes_on_while_another_view_is_shown(long_live: Live, browser: Browser) -> None:
+    open_page(browser, long_live, **ENDLESS)
+    say(browser, "Go on")
+    browser.wait(lambda: "tokens/s" in browser.text(".stats"))
+    browser.click("#tab-engine")
+    browser.wait_for_text("#running", "1")
+    assert not browser.run("return document.querySelector('#draft').checkVisibility()")
+    browser.click("#tab-chat")
+    before = len(browser.text(".bubble.assistant .markdown"))
+    browser.wait(lambda: len(browser.text(".bubble.assistant .markdown")) > before)
+    browser.reload()  # leaves it: what was said is kept
+    browser.wait_for_text(".bubble.user", "Go on")
+    browser.wait_for_text(".bubble.assistant", "Stopped.")
+    long_live.assert_idle()
+
+
 def test_branches_are_forks_of_sessions(long_live: Live, browser: Browser) -> None:
     open_page(browser, long_live, usesSessions=True, maxTokens=20, extra='{"ignore_eos": true}')
     say(browser, "x" * 60)
