@@ -271,6 +271,10 @@ export class Feed {
           return;
         }
       }
+      if (this.status.kind === "live") {
+        this.status = { kind: "connecting" }; // the stream has ended
+        this.tell();
+      }
       await new Promise((resolve) => setTimeout(resolve, pause));
     }
   }
