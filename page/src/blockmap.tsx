@@ -2,7 +2,7 @@
 import type { VNode } from "preact";
 import { useEffect, useRef, useState } from "preact/hooks";
 import { getJson, keys } from "./api";
-import { type FeedState, STATES, feed } from "./feed";
+import { type CellMap, type FeedState, STATES, feed } from "./feed";
 
 export interface Layout {
   size: number;
@@ -73,9 +73,9 @@ class MapDrawing {
   private drawn = -1;
   place: Layout = { size: 1, columns: 1, lines: 1 };
 
-  draw(canvas: HTMLCanvasElement, state: FeedState, selected: number): void {
+  draw(canvas: HTMLCanvasElement, map: CellMap, selected: number): void {
     const width = canvas.clientWidth;
-    const count = state.cells.length;
+    const count = map.cells.length;
     if (!width || !count) return;
     const dark = isDarkNow();
     const place = layout(count, width);
@@ -96,13 +96,13 @@ class MapDrawing {
       canvas.style.height = `${place.lines * place.size}px`;
       canvas.style.maxWidth = `${place.columns * place.size}px`;
     }
-    if (this.drawn !== state.version) {
+    if (this.drawn !== map.version) {
       const words = new Uint32Array(this.image.data.buffer);
-      const { cells } = state;
+      const { cells } = map;
       for (let i = 0; i < count; i += 1) words[i] = this.colours[cells[i]!]!;
       words.fill(0, count);
       this.pixels.getContext("2d")!.putImageData(this.image, 0, 0);
-      this.drawn = state.version;
+      this.drawn = map.version;
     }
     const context = canvas.getContext("2d")!;
     context.imageSmoothingEnabled = false;
@@ -116,7 +116,7 @@ class MapDrawing {
       context.globalCompositeOperation = "source-over";
       context.fillStyle = dark ? "#14181a" : "#ffffff";
       for (let i = 0; i < count; i += 1) {
-        if ((state.cells[i]! & 7) !== 3) continue; // a shared block has a dot
+        if ((map.cells[i]! & 7) !== 3) continue; // a shared block has a dot
         const x = (i % place.columns) * cell + (cell - scale) / 2;
         const y = Math.floor(i / place.columns) * cell + (cell - scale) / 2;
         const dot = Math.max(2, cell / 4);
@@ -138,12 +138,17 @@ interface BlockAnswer {
   users: { name: string; kind: string; row: number; first_token: number; num_tokens: number; text: string }[];
 }
 
-function describe(state: FeedState, selected: number): string {
-  const value = state.cells[selected] ?? 0;
-  return `Block ${selected * state.stride + 1}: ${STATES[value & 7] ?? "empty"}`;
+export type Tier = "device" | "host";
+const NAMES: Record<Tier, string> = { device: "Block", host: "Host block" };
+
+function describe(map: CellMap, tier: Tier, selected: number): string {
+  const value = map.cells[selected] ?? 0;
+  return `${NAMES[tier]} ${selected * map.stride + 1}: ${STATES[value & 7] ?? "empty"}`;
 }
 
-export function BlockMap({ state }: { state: FeedState }): VNode {
+/** A cell for each block of a tier. */
+export function BlockMap({ state, tier = "device" }: { state: FeedState; tier?: Tier }): VNode {
+  const map = state[tier];
   const canvas = useRef<HTMLCanvasElement>(null);
   const drawing = useRef<MapDrawing | null>(null);
   const [selected, setSelected] = useState(-1);
@@ -157,30 +162,31 @@ export function BlockMap({ state }: { state: FeedState }): VNode {
     let next = 0;
     const tick = () => {
       const box = canvas.current;
-      const stamp = feed.state.version + 1e6 * (chosen.current + 2) + (isDarkNow() ? 0.5 : 0) + (box?.clientWidth ?? 0) * 1e-5;
+      const stamp = feed.state[tier].version + 1e6 * (chosen.current + 2) + (isDarkNow() ? 0.5 : 0) + (box?.clientWidth ?? 0) * 1e-5;
       if (box && stamp !== last) {
-        drawing.current!.draw(box, feed.state, chosen.current);
+        drawing.current!.draw(box, feed.state[tier], chosen.current);
         last = stamp;
       }
       next = requestAnimationFrame(tick);
     };
     next = requestAnimationFrame(tick);
     return () => cancelAnimationFrame(next);
-  }, []);
+  }, [tier]);
 
+  const value = map.cells[selected];
+  useEffect(() => setDetail(null), [selected]);
   useEffect(() => {
-    setDetail(null);
     if (selected < 0) return undefined;
     const control = new AbortController();
     const timer = setTimeout(() => {
-      const where = `${keys.admin ? "admin" : "v1/engine"}/blocks/${selected * feed.state.stride + 1}?replica=${feed.options.replica}`;
+      const where = `${keys.admin ? "admin" : "v1/engine"}/blocks/${selected * feed.state[tier].stride + 1}?replica=${feed.options.replica}&tier=${tier}`;
       getJson<BlockAnswer>(where, { isAdmin: Boolean(keys.admin), signal: control.signal }).then(setDetail, () => undefined);
     }, 120);
     return () => {
       clearTimeout(timer);
       control.abort();
     };
-  }, [selected]);
+  }, [selected, value, tier]); // asked again when the block changes
 
   const at = (event: MouseEvent): number => {
     const place = drawing.current?.place;
@@ -190,7 +196,7 @@ export function BlockMap({ state }: { state: FeedState }): VNode {
     const x = Math.floor((event.clientX - box.left) / (place.size * scale));
     const y = Math.floor((event.clientY - box.top) / (place.size * scale));
     const found = y * place.columns + x;
-    return x >= 0 && x < place.columns && found >= 0 && found < state.cells.length ? found : -1;
+    return x >= 0 && x < place.columns && found >= 0 && found < map.cells.length ? found : -1;
   };
   const onKey = (event: KeyboardEvent) => {
     const columns = drawing.current?.place.columns ?? 1;
@@ -199,47 +205,49 @@ export function BlockMap({ state }: { state: FeedState }): VNode {
     if (event.key === "Escape") setSelected(-1);
     if (step === undefined) return;
     event.preventDefault();
-    setSelected(Math.max(0, Math.min(state.cells.length - 1, Math.max(selected, 0) + (selected < 0 ? 0 : step))));
+    setSelected(Math.max(0, Math.min(map.cells.length - 1, Math.max(selected, 0) + (selected < 0 ? 0 : step))));
   };
-  const counts = state.frame?.counts ?? {};
+  const counts = (tier === "device" ? state.frame?.counts : state.frame?.host_counts) ?? {};
   const summary = STATES.filter((one) => counts[one]).map((one) => `${counts[one]} ${one}`).join(", ");
   return (
     <div class="map">
       <canvas
         ref={canvas}
-        id="blocks"
+        id={tier === "device" ? "blocks" : "host-blocks"}
         tabIndex={0}
         role="img"
-        aria-label={`Map of ${state.cells.length} blocks: ${summary}. Arrow keys choose one.`}
+        aria-label={`Map of ${map.cells.length} blocks${tier === "host" ? " in host memory" : ""}: ${summary}. Arrow keys choose one.`}
         onMouseMove={(event) => setSelected(at(event))}
         onMouseLeave={() => setSelected(-1)}
         onKeyDown={onKey}
       />
-      <p class="tip" aria-live="polite" id="tip">
-        {selected < 0 ? "Point at a block, or use the arrow keys, to see what it holds." : <BlockText state={state} selected={selected} detail={detail} />}
+      <p class="tip" aria-live="polite" id={tier === "device" ? "tip" : "host-tip"}>
+        {selected < 0 ? `Point at a ${tier === "host" ? "slot" : "block"}, or use the arrow keys, to see what it holds.` : <BlockText title={describe(map, tier, selected)} detail={detail} />}
       </p>
       <ul class="legend">
         {STATES.filter((one) => one !== "other" || counts.other).filter((one) => one !== "moving" || counts.moving).map((one) => (
           <li key={one}><span class={`swatch ${one}`} />{one} <b>{(counts[one] ?? 0).toLocaleString()}</b></li>
         ))}
-        {state.stride > 1 && <li>one cell in {state.stride} is shown</li>}
+        {map.stride > 1 && <li>one cell in {map.stride} is shown</li>}
       </ul>
     </div>
   );
 }
 
-function BlockText({ state, selected, detail }: { state: FeedState; selected: number; detail: BlockAnswer | null }): VNode {
-  if (!detail) return <span>{describe(state, selected)}</span>;
+function BlockText({ title, detail }: { title: string; detail: BlockAnswer | null }): VNode {
+  if (!detail) return <span>{title}</span>;
   const users = detail.users.map((user) => {
     const where = user.first_token < 0 ? "" : `, tokens ${user.first_token}–${user.first_token + Math.max(0, user.num_tokens - 1)}`;
     return `${user.kind} ${user.name}${user.row >= 0 ? ` (row ${user.row})` : ""}${where}`;
   });
   const text = detail.users.find((user) => user.text)?.text;
+  const isUnused = detail.is_cached && !detail.references;
   return (
     <span>
-      <b>{describe(state, selected)}</b>
-      {detail.references > 1 ? `, ${detail.references} references` : ""}
+      <b>{title}</b>
+      {detail.references > 1 ? `, used ${detail.references} times` : ""}
       {users.length ? `: ${users.slice(0, 4).join("; ")}${users.length > 4 ? ` and ${users.length - 4} more` : ""}` : ""}
+      {isUnused && !users.length ? ": nothing uses it now; a request with the same beginning finds it" : ""}
       {text ? <q class="tokens">{text}</q> : null}
     </span>
   );

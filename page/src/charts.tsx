@@ -46,9 +46,10 @@ function short(value: number): string {
   return value >= 100 ? value.toFixed(0) : value >= 10 ? value.toFixed(1) : value.toFixed(value ? 2 : 0);
 }
 
-export function LineChart({ title, unit, lines }: { title: string; unit: string; lines: Line[] }): VNode {
-  const top = Math.max(1e-9, ...lines.flatMap((line) => line.values));
-  const now = lines.map((line) => `${line.name} ${short(line.values.at(-1) ?? 0)}`).join(", ");
+/** `top`: the value at the upper edge; the largest one if it is not given. */
+export function LineChart({ title, unit, lines, top: given, format = short }: { title: string; unit: string; lines: Line[]; top?: number; format?: (value: number) => string }): VNode {
+  const top = given ?? Math.max(1e-9, ...lines.flatMap((line) => line.values));
+  const now = lines.map((line) => `${line.name} ${format(line.values.at(-1) ?? 0)}`).join(", ");
   return (
     <figure class="panel">
       <figcaption>
@@ -57,7 +58,7 @@ export function LineChart({ title, unit, lines }: { title: string; unit: string;
           {lines.map((line) => (
             <span key={line.name}>
               <i style={{ background: line.colour }} />
-              {line.name} <b>{short(line.values.at(-1) ?? 0)}</b>
+              {line.name} <b>{format(line.values.at(-1) ?? 0)}</b>
             </span>
           ))}
           <span>{unit}</span>
@@ -88,7 +89,7 @@ export function LineChart({ title, unit, lines }: { title: string; unit: string;
             });
             context.stroke();
           }
-          context.fillText(short(top), 2, 11);
+          context.fillText(format(top), 2, 11);
         }}
       />
     </figure>
@@ -163,6 +164,30 @@ export function RowStrip({ rows, count }: { rows: Row[]; count: number }): VNode
           context.fillRect(x, y, wide - 2, high);
           context.fillStyle = `rgb(${red}, ${green}, ${blue})`;
           context.fillRect(x, y, Math.max(1, (wide - 2) * Math.min(1, row[6] / Math.max(1, row[9]))), high);
+        }
+      }}
+    />
+  );
+}
+
+/** A line for each layer, a cell for each expert: 32 is a fair share. */
+export function ExpertHeat({ layers, experts, loads }: { layers: string[]; experts: number; loads: Uint8Array }): VNode {
+  const high = Math.max(3, Math.min(14, Math.floor(280 / Math.max(1, layers.length))));
+  return (
+    <Canvas
+      id="experts"
+      label={`Load of ${experts} experts in each of ${layers.length} layers`}
+      height={layers.length * high}
+      draw={(context, width) => {
+        const wide = width / Math.max(1, experts);
+        const isDark = isDarkNow();
+        for (let layer = 0; layer < layers.length; layer += 1) {
+          for (let expert = 0; expert < experts; expert += 1) {
+            const load = Math.min(1, loads[layer * experts + expert]! / 96); // three times the share is the strongest colour
+            const [red, green, blue] = hsl(182, 0.35, isDark ? 0.16 + 0.56 * load : 0.93 - 0.6 * load);
+            context.fillStyle = `rgb(${red}, ${green}, ${blue})`;
+            context.fillRect(expert * wide, layer * high, Math.max(0.5, wide - (wide > 4 ? 1 : 0)), high - (high > 4 ? 1 : 0));
+          }
         }
       }}
     />

@@ -1,35 +1,51 @@
 import { useEffect, useRef, useState } from "preact/hooks";
 import type { VNode } from "preact";
-import { type ModelCard, newId, seesImages } from "./api";
+import { type ModelCard, newId } from "./api";
+import { Composer } from "./composer";
 import { useFeed } from "./hooks";
 import { generate } from "./generate";
+import { filesOf } from "./images";
 import { Markdown, visible } from "./markdown";
 import {
   type Conversation, type Message, type Parameters, DEFAULTS, branch, conversations, readSetting, siblings, tipBelow,
   writeSetting,
 } from "./store";
 
-const LARGEST_IMAGE = 5 * 1024 * 1024;
 const SUGGESTIONS = ["What is a KV cache, in two sentences?", "Write a haiku about pages of a book.", "List three uses of a lighthouse."];
+
+/** The page was left while replies were written: they are as far as they were saved. */
+function ended(conversation: Conversation): Conversation {
+  for (const one of Object.values(conversation.messages)) {
+    if (one.role === "assistant" && !one.stats && !one.error) one.stopped = true;
+  }
+  return conversation;
+}
 
 function blank(): Conversation {
   return { id: newId("c-"), title: "", changed: Date.now(), messages: {}, leaf: "" };
 }
 
-export function Chat({ models, onTimeline }: { models: ModelCard[]; onTimeline: (id: string) => void }): VNode {
+interface ChatProps {
+  models: ModelCard[];
+  /** It stays, unseen, while another view is shown: its replies go on. */
+  isShown: boolean;
+  onTimeline: (id: string) => void;
+}
+
+export function Chat({ models, isShown, onTimeline }: ChatProps): VNode {
   const [saved, setSaved] = useState<Conversation[]>([]);
   const [open, setOpen] = useState<Conversation>(blank);
   const [given, setGiven] = useState<Parameters>(() => ({ ...DEFAULTS, ...readSetting("parameters", {}) }));
   const [model, setModel] = useState(() => readSetting("model", ""));
   const [busy, setBusy] = useState<AbortController | null>(null);
-  const [draft, setDraft] = useState("");
-  const [images, setImages] = useState<string[]>([]);
+  const [isDropping, setDropping] = useState(false);
   const [editing, setEditing] = useState("");
   const [isListOpen, setListOpen] = useState(false);
   const [, redraw] = useState(0);
   const [announced, setAnnounced] = useState("");
   const end = useRef<HTMLDivElement>(null);
   const sticks = useRef(true);
+  const adder = useRef<(files: File[]) => void>(() => undefined);
   const card = models.find((one) => one.id === model) ?? models[0];
 
   useEffect(() => {
@@ -39,7 +55,7 @@ export function Chat({ models, onTimeline }: { models: ModelCard[]; onTimeline: 
       .then((found) => {
         setSaved(found);
         const last = found.find((one) => one.id === known);
-        if (last) setOpen(last);
+        if (last) setOpen(ended(last));
       })
       .catch(() => undefined);
   }, []);
@@ -49,6 +65,10 @@ export function Chat({ models, onTimeline }: { models: ModelCard[]; onTimeline: 
   const scroll = () => {
     if (sticks.current) end.current?.scrollIntoView({ block: "end" });
   };
+  useEffect(() => {
+    sticks.current = true;
+    scroll();
+  }, [open.id, isShown]);
   const keep = (one: Conversation) => {
     one.changed = Date.now();
     conversations
@@ -77,6 +97,7 @@ export function Chat({ models, onTimeline }: { models: ModelCard[]; onTimeline: 
       });
     };
     soon();
+    keep(open);
     try {
       await generate(open, reply, card, given, control.signal, soon);
     } catch (error) {
@@ -89,14 +110,12 @@ export function Chat({ models, onTimeline }: { models: ModelCard[]; onTimeline: 
     keep(open);
   }
 
-  function send(text: string, parent = open.leaf, pictures = images): void {
-    if (!text.trim() || busy) return;
+  function send(text: string, parent = open.leaf, pictures: string[] = []): void {
+    if ((!text.trim() && !pictures.length) || busy) return;
     const message: Message = { id: newId("m-"), parent, role: "user", content: text };
     if (pictures.length) message.images = pictures;
     open.messages[message.id] = message;
-    open.title ||= text.trim().slice(0, 60);
-    setDraft("");
-    setImages([]);
+    open.title ||= text.trim().slice(0, 60) || "Image";
     setEditing("");
     void answer(message.id);
   }
@@ -115,7 +134,25 @@ export function Chat({ models, onTimeline }: { models: ModelCard[]; onTimeline: 
     setListOpen(false);
   };
   return (
-    <div class="chat">
+    <div
+      class={isDropping ? "chat dropping" : "chat"}
+      hidden={!isShown}
+      onDragOver={(event) => {
+        if (!event.dataTransfer?.types.includes("Files")) return;
+        event.preventDefault(); // otherwise the browser leaves the page and opens the file
+        setDropping(true);
+      }}
+      onDragLeave={(event) => {
+        if (!event.currentTarget.contains(event.relatedTarget as Node | null)) setDropping(false);
+      }}
+      onDrop={(event) => {
+        const files = filesOf(event.dataTransfer);
+        setDropping(false);
+        if (!files.length) return;
+        event.preventDefault();
+        adder.current(files);
+      }}
+    >
       <aside class={isListOpen ? "list open" : "list"} aria-label="Conversations">
         <button type="button" class="primary wide" onClick={() => begin(blank())}>
           New chat
@@ -123,7 +160,7 @@ export function Chat({ models, onTimeline }: { models: ModelCard[]; onTimeline: 
         <ul>
           {saved.map((one) => (
             <li key={one.id} class={one.id === open.id ? "current" : ""}>
-              <button type="button" class="quiet title" aria-current={one.id === open.id ? "true" : undefined} onClick={() => begin(one)}>
+              <button type="button" class="quiet title" aria-current={one.id === open.id ? "true" : undefined} onClick={() => begin(one.id === open.id ? open : ended(one))}>
                 {visible(one.title) || "Untitled"}
               </button>
               <button
@@ -159,7 +196,7 @@ export function Chat({ models, onTimeline }: { models: ModelCard[]; onTimeline: 
               {models.map((one) => <option key={one.id} value={one.id}>{one.id}</option>)}
             </select>
           </label>
-          <SharedNote conversation={open} isOn={given.usesSessions} />
+          <SharedNote conversation={open} isOn={isShown && given.usesSessions} />
         </div>
         <div
           class="messages"
@@ -204,72 +241,10 @@ export function Chat({ models, onTimeline }: { models: ModelCard[]; onTimeline: 
           <div ref={end} />
         </div>
         <div class="sr" aria-live="polite">{announced}</div>
-        <form
-          class="composer"
-          onSubmit={(event) => {
-            event.preventDefault();
-            send(draft);
-          }}
-        >
-          {images.length > 0 && (
-            <div class="thumbs">
-              {images.map((url, index) => (
-                <button type="button" key={url.slice(-40)} aria-label={`Remove image ${index + 1}`} onClick={() => setImages(images.filter((one) => one !== url))}>
-                  <img src={url} alt="" />
-                </button>
-              ))}
-            </div>
-          )}
-          <textarea
-            id="draft"
-            aria-label="Message"
-            placeholder="Message…"
-            rows={2}
-            value={draft}
-            onInput={(event) => setDraft(event.currentTarget.value)}
-            onKeyDown={(event) => {
-              if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
-                event.preventDefault();
-                send(draft);
-              }
-              if (event.key === "Escape") busy?.abort();
-            }}
-          />
-          <div class="actions">
-            {seesImages(card) && (
-              <label class="button quiet">
-                Image
-                <input type="file" class="sr" accept="image/png,image/jpeg,image/webp,image/gif" onChange={(event) => void addImage(event.currentTarget, images, setImages)} />
-              </label>
-            )}
-            <span class="hint">Enter sends, Shift+Enter is a new line</span>
-            {busy ? (
-              <button type="button" class="stop" id="stop" onClick={() => busy.abort()}>
-                Stop
-              </button>
-            ) : (
-              <button type="submit" class="primary" id="send" disabled={!draft.trim() || !card}>
-                Send
-              </button>
-            )}
-          </div>
-        </form>
+        <Composer card={card} isBusy={busy !== null} adder={adder} onSend={(text, images) => send(text, open.leaf, images)} onStop={() => busy?.abort()} />
       </section>
     </div>
   );
-}
-
-async function addImage(input: HTMLInputElement, known: string[], set: (all: string[]) => void): Promise<void> {
-  const file = input.files?.[0];
-  input.value = "";
-  if (!file || file.size > LARGEST_IMAGE) return;
-  const url = await new Promise<string>((resolve, reject) => {
-    const reader = new FileReader();
-    reader.onload = () => resolve(String(reader.result));
-    reader.onerror = () => reject(reader.error ?? new Error("the image cannot be read"));
-    reader.readAsDataURL(file);
-  });
-  set([...known, url]);
 }
 
 interface BubbleProps {
@@ -318,14 +293,19 @@ function Bubble(props: BubbleProps): VNode {
           </div>
         </form>
       ) : isUser ? (
-        <div class="markdown plain">{visible(message.content)}</div>
+        message.content && <div class="markdown plain">{visible(message.content)}</div>
       ) : (
         <Markdown text={message.content} />
       )}
-      {message.images?.map((url) => <img key={url.slice(-40)} class="picture" src={url} alt="sent with the message" />)}
+      {message.images && (
+        <div class="pictures">
+          {message.images.map((url, index) => <img key={index} src={url} alt={`Image ${index + 1} of the message`} />)}
+        </div>
+      )}
       {isLive && !message.content && !message.thinking && <span class="cursor" role="status">Waiting for the first token…</span>}
       {message.error && <p class="error" role="alert">{visible(message.error)}</p>}
       {message.stopped && <p class="note">Stopped.</p>}
+      {message.isCut && <p class="note">Cut here: “Most tokens” of the parameters, or the model's context, is used up.</p>}
       <footer>
         {others.length > 1 && (
           <span class="branches">

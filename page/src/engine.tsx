@@ -1,40 +1,23 @@
-import type { ComponentChildren, VNode } from "preact";
+import type { VNode } from "preact";
 import { useState } from "preact/hooks";
 import { BlockMap } from "./blockmap";
 import { LineChart, RowStrip, StepChart } from "./charts";
-import { type FeedState, type Row, feed } from "./feed";
+import { type FeedState, type Frame, type Row, feed } from "./feed";
 import { useFeed } from "./hooks";
+import { AdapterPanel, EnergyPanel, EnginePanel, ExpertPanel, Panel, RankPanel, SpeculationPanel, TierPanel, percent } from "./panels";
 
 const SHOWN_ROWS = 40;
 
-export const REASONS: Record<string, string> = {
-  grammar: "its grammar is compiled",
-  quarantine: "requests run one at a time after a failed step",
-  draws: "its last draws are not collected",
-  share: "its tenant has its share",
-  rows: "no row is free",
-  blocks: "too few blocks are free",
-  memory: "memory is short",
-  budget: "the step's tokens are used up",
-  order: "others come first",
-};
-
-function percent(value: number): string {
-  return `${(100 * value).toFixed(0)}%`;
-}
-
-function bytes(value: number): string {
-  const units = ["B", "KiB", "MiB", "GiB", "TiB"];
-  let at = 0;
-  while (value >= 1024 && at < units.length - 1) {
-    value /= 1024;
-    at += 1;
-  }
-  return `${value.toFixed(value < 10 && at ? 1 : 0)} ${units[at]}`;
-}
+/** In a word; the detail beside it says it with numbers. */
+const REASONS: Record<string, string> = { share: "fair share", draws: "last draws", encoder: "images", order: "order" };
 
 function ms(value: number | undefined): string {
   return !value ? "–" : value >= 1000 ? `${(value / 1000).toFixed(2)} s` : `${value.toFixed(value < 10 ? 1 : 0)} ms`;
+}
+
+/** Requests without a row: those in the queue, and those whose grammar or adapter is not ready. */
+function waitingOf(frame: Frame): number {
+  return (frame.waiting ?? 0) + (frame.compiling ?? 0);
 }
 
 function Figure({ name, value, more, id }: { name: string; value: string; more?: string; id?: string }): VNode {
@@ -47,16 +30,14 @@ function Figure({ name, value, more, id }: { name: string; value: string; more?:
   );
 }
 
-function Panel({ title, children, note }: { title: string; children: ComponentChildren; note?: string }): VNode {
-  return (
-    <section class="panel" aria-label={title}>
-      <h2>{title}{note ? <small>{note}</small> : null}</h2>
-      {children}
-    </section>
-  );
+interface Props {
+  onTimeline: (id: string) => void;
+  /** Asks for keys; absent on a server that has none. */
+  onKey?: () => void;
+  hasAdmin?: boolean;
 }
 
-export function Engine({ onTimeline, onKey }: { onTimeline: (id: string) => void; onKey: () => void }): VNode {
+export function Engine({ onTimeline, onKey, hasAdmin }: Props): VNode {
   const state = useFeed()!;
   const status = feed.status;
   const frame = state.frame;
@@ -65,7 +46,7 @@ export function Engine({ onTimeline, onKey }: { onTimeline: (id: string) => void
       <div class="notice">
         <h2>The engine's figures need a key</h2>
         <p>{status.message}</p>
-        <button type="button" class="primary" onClick={onKey}>Enter a key</button>
+        {onKey && <button type="button" class="primary" onClick={onKey}>Enter a key</button>}
       </div>
     );
   }
@@ -73,10 +54,10 @@ export function Engine({ onTimeline, onKey }: { onTimeline: (id: string) => void
     return <div class="notice" role="status"><p>{status.kind === "failed" ? status.message : "Connecting to the engine…"}</p></div>;
   }
   if (frame.status) return <div class="notice" role="status"><h2>The engine is not running</h2><p>{frame.status}</p></div>;
-  return <Live state={state} onTimeline={onTimeline} onKey={onKey} />;
+  return <Live state={state} onTimeline={onTimeline} onKey={onKey} hasAdmin={hasAdmin} />;
 }
 
-function Live({ state, onTimeline, onKey }: { state: FeedState; onTimeline: (id: string) => void; onKey: () => void }): VNode {
+function Live({ state, onTimeline, onKey, hasAdmin }: Props & { state: FeedState }): VNode {
   const frame = state.frame!;
   const counters = frame.counters ?? {};
   const rows = frame.rows ?? [];
@@ -104,21 +85,28 @@ function Live({ state, onTimeline, onKey }: { state: FeedState; onTimeline: (id:
         )}
         <span class="note">
           {frame.scope === "admin" ? "Everything is shown." : "Your own requests are shown, and public figures."}{" "}
-          {frame.scope === "tenant" && <button type="button" class="link" onClick={onKey}>Use an admin key</button>}
+          {frame.scope === "tenant" && hasAdmin && <button type="button" class="link" onClick={onKey}>Use an admin key</button>}
         </span>
       </div>
       <div class="figures">
         <Figure name="Generated" id="out-rate" value={state.mean("out").toFixed(1)} more="tokens/s" />
         <Figure name="Prompts" value={state.mean("prompt").toFixed(0)} more="tokens/s" />
         <Figure name="Rows" id="running" value={`${counters.running ?? 0}`} more={`of ${frame.row_count}`} />
-        <Figure name="Waiting" id="waiting" value={`${(frame.waiting ?? 0) + (frame.loading ?? 0) + (frame.compiling ?? 0)}`} more={frame.loading ? `${frame.loading} loading` : "requests"} />
+        <Figure name="Waiting" id="waiting" value={`${waitingOf(frame) + (frame.loading ?? 0)}`} more={frame.loading ? `${frame.loading} loading` : "requests"} />
         <Figure name="Blocks in use" value={percent(blocks ? 1 - free / blocks : 0)} more={`${(blocks - free).toLocaleString()} of ${blocks.toLocaleString()}`} />
         <Figure name="Prefix hits" value={percent(queried ? (counters.cached_tokens ?? 0) / queried : 0)} more="of prompt tokens" />
         <Figure name="First token" value={ms(frame.latency?.first_median)} more={`95%: ${ms(frame.latency?.first_p95)}`} />
         <Figure name="Each token" value={ms(frame.latency?.token_median)} more={`95%: ${ms(frame.latency?.token_p95)}`} />
       </div>
       <Panel title="Blocks" note={`${frame.block_size} tokens each; a colour is a request, a dot means shared`}>
+        {state.host.cells.length > 0 && <h3>On the device</h3>}
         <BlockMap state={state} />
+        {state.host.cells.length > 0 && (
+          <>
+            <h3>In host memory</h3>
+            <BlockMap state={state} tier="host" />
+          </>
+        )}
       </Panel>
       <Queue state={state} onTimeline={onTimeline} />
       <div class="columns">
@@ -138,14 +126,41 @@ function Live({ state, onTimeline, onKey }: { state: FeedState; onTimeline: (id:
             { name: "waiting", colour: "#c2573f", values: state.samples.map((one) => one.waiting) },
           ]}
         />
+        <LineChart
+          title="Time to the first token"
+          unit="" format={ms}
+          lines={[
+            { name: "median", colour: "#3d8b8b", values: state.samples.map((one) => one.first) },
+            { name: "95%", colour: "#d18f2c", values: state.samples.map((one) => one.firstSlow) },
+          ]}
+        />
+        <LineChart
+          title="Time of each token"
+          unit="" format={ms}
+          lines={[
+            { name: "median", colour: "#3d8b8b", values: state.samples.map((one) => one.token) },
+            { name: "95%", colour: "#d18f2c", values: state.samples.map((one) => one.tokenSlow) },
+          ]}
+        />
         <StepChart steps={state.steps} />
-        <LineChart title="Step time" unit="ms" lines={[{ name: "step", colour: "#6b7fb3", values: state.steps.map((step) => step[2]) }]} />
+        <LineChart title="Step time" unit="" format={ms} lines={[{ name: "step", colour: "#6b7fb3", values: state.steps.map((step) => step[2]) }]} />
+        <LineChart title="Prefix hits" unit="% of prompt tokens" top={100} lines={[{ name: "cached", colour: "#5d86b8", values: state.samples.map((one) => 100 * one.hits) }]} />
+        {state.slow?.energy?.joules !== undefined && (
+          <LineChart
+            title="Power"
+            unit="W"
+            lines={[
+              { name: "drawn", colour: "#b3612f", values: state.samples.map((one) => one.watts) },
+              ...(state.slow.energy.budget ? [{ name: "budget", colour: "#9aa6ab", values: state.samples.map(() => state.slow!.energy!.budget!) }] : []),
+            ]}
+          />
+        )}
       </div>
       <Panel title="Rows" note={`${counters.running ?? 0} of ${frame.row_count}${frame.hidden ? `, ${frame.hidden} of other tenants` : ""}`}>
         <RowStrip rows={rows} count={frame.row_count ?? 0} />
         <RowTable rows={rows} onTimeline={onTimeline} />
       </Panel>
-      <div class="columns">
+      <div class="flow">
         <TierPanel state={state} />
         {(frame.tenants?.length ?? 0) > 0 && (
           <Panel title="Tenants">
@@ -161,9 +176,13 @@ function Live({ state, onTimeline, onKey }: { state: FeedState; onTimeline: (id:
             </div>
           </Panel>
         )}
-        <More state={state} />
+        <SpeculationPanel state={state} />
+        <ExpertPanel state={state} />
+        <AdapterPanel state={state} />
+        <EnergyPanel state={state} />
+        <RankPanel state={state} />
+        <EnginePanel state={state} />
       </div>
-      <p class="note">Making this view took {frame.cost_ms?.toFixed(2)} ms of the engine's time. Views are made only while someone looks.</p>
     </div>
   );
 }
@@ -171,8 +190,9 @@ function Live({ state, onTimeline, onKey }: { state: FeedState; onTimeline: (id:
 function Queue({ state, onTimeline }: { state: FeedState; onTimeline: (id: string) => void }): VNode | null {
   const queue = state.frame?.queue ?? [];
   if (!queue.length) return null;
+  const count = Math.max(queue.length, waitingOf(state.frame!));
   return (
-    <Panel title="Waiting" note={`${state.frame!.waiting ?? queue.length} requests, in the order in which they are admitted`}>
+    <Panel title="Waiting" note={`${count === 1 ? "1 request" : `${count} requests`}, in the order in which they are admitted`}>
       <div class="scroll" tabIndex={0} role="region" aria-label="Waiting requests">
         <table id="queue">
           <thead><tr><th>request</th><th>why</th><th>tokens</th><th>seconds</th></tr></thead>
@@ -180,7 +200,7 @@ function Queue({ state, onTimeline }: { state: FeedState; onTimeline: (id: strin
             {queue.slice(0, SHOWN_ROWS).map((one) => (
               <tr key={one.name}>
                 <td><button type="button" class="link" onClick={() => onTimeline(one.name)}>{one.name}</button></td>
-                <td><span class={`badge ${one.reason}`}>{REASONS[one.reason] ?? one.reason}</span> {one.detail}{one.preemptions ? ` (preempted ${one.preemptions} times)` : ""}</td>
+                <td><span class={`badge ${one.reason}`}>{REASONS[one.reason] ?? one.reason}</span> {one.detail}{one.preemptions ? ` (preempted ${one.preemptions === 1 ? "once" : `${one.preemptions} times`})` : ""}</td>
                 <td>{one.tokens}</td>
                 <td>{one.seconds.toFixed(1)}</td>
               </tr>
@@ -188,29 +208,40 @@ function Queue({ state, onTimeline }: { state: FeedState; onTimeline: (id: strin
           </tbody>
         </table>
       </div>
+      {count > SHOWN_ROWS && <p class="note">and {count - Math.min(queue.length, SHOWN_ROWS)} more</p>}
     </Panel>
   );
+}
+
+/** What a row of the table does, or where it is. */
+export function what(row: Row): string {
+  if (row[2] === "swapped") return "swapped out, in host memory";
+  if (row[2] === "session") return "idle, on the device";
+  if (row[2] !== "asleep") return row[2];
+  return { host: "asleep, in host memory", disk: "asleep, on disk" }[row[13]] ?? "asleep, its blocks were dropped";
 }
 
 function RowTable({ rows, onTimeline }: { rows: Row[]; onTimeline: (id: string) => void }): VNode | null {
   const [filter, setFilter] = useState("");
   if (!rows.length) return <p class="note">No request holds blocks now.</p>;
-  const found = filter ? rows.filter((row) => `${row[3]} ${row[4]} ${row[5]}`.includes(filter)) : rows;
+  const found = filter ? rows.filter((row) => `${row[2]} ${row[3]} ${row[4]} ${row[5]} ${row[12]}`.includes(filter)) : rows;
+  const hasAdapters = rows.some((row) => row[12]);
   return (
     <>
       {rows.length > SHOWN_ROWS && <input type="search" aria-label="Filter rows" placeholder={`Filter ${rows.length} rows`} value={filter} onInput={(event) => setFilter(event.currentTarget.value)} />}
       <div class="scroll" tabIndex={0} role="region" aria-label="Rows">
         <table>
-          <thead><tr><th>row</th><th>request or session</th><th>does</th><th>tokens</th><th>blocks</th><th>shared</th></tr></thead>
+          <thead><tr><th>row</th><th>request or session</th><th>does</th><th>tokens</th><th>blocks</th><th>shared</th>{hasAdapters && <th>adapter</th>}</tr></thead>
           <tbody>
             {found.slice(0, SHOWN_ROWS).map((row) => (
-              <tr key={`${row[0]}-${row[3]}`}>
+              <tr key={`${row[2]}-${row[3]}`}>
                 <td>{row[0] >= 0 ? row[0] : ""}</td>
-                <td>{row[2] === "session" ? `session ${row[3]}` : <button type="button" class="link" onClick={() => onTimeline(row[3])}>{row[3]}</button>}</td>
-                <td>{row[2]}</td>
+                <td>{row[2] === "session" || row[2] === "asleep" ? `session ${row[3]}` : <button type="button" class="link" onClick={() => onTimeline(row[3])}>{row[3]}</button>}</td>
+                <td>{what(row)}</td>
                 <td>{row[7]}{row[9] ? ` of ${row[9]}` : ""}</td>
                 <td>{row[10]}</td>
                 <td>{row[11]}</td>
+                {hasAdapters && <td>{row[12]}</td>}
               </tr>
             ))}
           </tbody>
@@ -218,56 +249,5 @@ function RowTable({ rows, onTimeline }: { rows: Row[]; onTimeline: (id: string) 
       </div>
       {found.length > SHOWN_ROWS && <p class="note">and {found.length - SHOWN_ROWS} more</p>}
     </>
-  );
-}
-
-function Bar({ label, used, total, text }: { label: string; used: number; total: number; text: string }): VNode {
-  return (
-    <div class="tier">
-      <span>{label}</span>
-      <meter min={0} max={Math.max(1, total)} value={used} aria-label={`${label}: ${text}`} />
-      <span>{text}</span>
-    </div>
-  );
-}
-
-function TierPanel({ state }: { state: FeedState }): VNode {
-  const tiers = state.frame?.tiers;
-  const counts = state.frame?.counts ?? {};
-  const total = Object.values(counts).reduce((sum, one) => sum + one, 0);
-  const used = total - (counts.empty ?? 0) - (counts.cached ?? 0);
-  const moving = (tiers?.transfers.out ?? 0) + (tiers?.transfers.back ?? 0) + (tiers?.transfers.writes ?? 0);
-  return (
-    <Panel title="Tiers">
-      <Bar label="Device" used={used} total={total} text={`${used.toLocaleString()} in use, ${(counts.cached ?? 0).toLocaleString()} cached, of ${total.toLocaleString()} blocks`} />
-      {tiers?.host && <Bar label="Host memory" used={tiers.host.used} total={tiers.host.slots} text={`${tiers.host.used.toLocaleString()} of ${tiers.host.slots.toLocaleString()} blocks, ${bytes(tiers.host.used * tiers.host.block_bytes)}`} />}
-      {tiers?.disk && <Bar label="Disk" used={tiers.disk.disk_bytes} total={tiers.disk.capacity} text={`${tiers.disk.blocks.toLocaleString()} blocks, ${bytes(tiers.disk.disk_bytes)} of ${bytes(tiers.disk.capacity)}`} />}
-      {!tiers?.host && <p class="note">No tier below the device is in use.</p>}
-      {moving > 0 && <p class="note">{tiers!.transfers.out} blocks go to host memory, {tiers!.transfers.back} come back, {tiers!.transfers.writes} are written to disk.</p>}
-      {(state.frame?.counters?.preemptions ?? 0) > 0 && <p class="note">{state.frame!.counters!.preemptions} preemptions so far, {state.frame!.counters!.swaps} of them swapped.</p>}
-    </Panel>
-  );
-}
-
-function More({ state }: { state: FeedState }): VNode | null {
-  const slow = state.slow;
-  if (!slow) return null;
-  const drafts = slow.speculation ?? {};
-  const experts = Object.entries(slow.experts ?? {});
-  const energy = Object.entries(slow.energy ?? {});
-  const draws = drafts.num_drafts ?? 0;
-  return (
-    <Panel title="Engine">
-      <dl>
-        <dt>State</dt><dd>{slow.status}</dd>
-        {(slow.restarts ?? 0) > 0 && <><dt>Restarts</dt><dd>{slow.restarts}</dd></>}
-        {(slow.ranks ?? 1) > 1 && <><dt>Ranks</dt><dd>{slow.ranks}</dd></>}
-        {slow.sessions?.sessions !== undefined && <><dt>Sessions</dt><dd>{slow.sessions.sessions}, {slow.sessions.sessions_on_device ?? 0} on the device</dd></>}
-        {draws > 0 && <><dt>Drafts</dt><dd>{(1 + (drafts.num_accepted_tokens ?? 0) / draws).toFixed(2)} tokens a draw that verified drafts; accepted by place {(slow.acceptance ?? []).join(", ")}</dd></>}
-        {experts.length > 0 && <><dt>Experts</dt><dd>busiest over mean: {Math.max(...experts.map(([, load]) => load)).toFixed(2)} (worst of {experts.length} layers)</dd></>}
-        {energy.map(([name, value]) => <><dt>{name.replaceAll("_", " ")}</dt><dd>{value.toFixed(1)}</dd></>)}
-        {(slow.replicas ?? []).map((one, number) => <><dt>Replica {number}</dt><dd>{one.status}; {one.running} running, {one.waiting} waiting, {one.blocks_used} blocks</dd></>)}
-      </dl>
-    </Panel>
   );
 }

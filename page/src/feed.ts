@@ -6,8 +6,9 @@ export type BlockState = (typeof STATES)[number];
 
 export type Row = [
   row: number, colour: number, kind: string, name: string, tenant: string, session: string, computed: number,
-  known: number, prompt: number, limit: number, blocks: number, shared: number,
+  known: number, prompt: number, limit: number, blocks: number, shared: number, adapter: string, place: string,
 ];
+export type Adapters = [slots: number, loaded: string[], held: string[], awaited: string[]];
 export type Step = [number: number, at: number, ms: number, decodes: number, prompts: number, promptTokens: number, drafts: number];
 
 export interface Waiting {
@@ -23,12 +24,15 @@ export interface Waiting {
 export interface Slow {
   status: string;
   restarts?: number;
-  ranks?: number;
+  ranks?: { tensor: number; pipeline: number; experts: number } | null;
   replicas?: { status: string; running: number; waiting: number; blocks_used: number; generated_tokens: number }[];
   speculation?: Record<string, number>;
   acceptance?: number[];
   experts?: Record<string, number>;
-  energy?: Record<string, number>;
+  expert_map?: { layers: string[]; experts: number; loads: string } | null;
+  rank_skew?: number;
+  energy?: { joules?: number; prompt?: number; decode?: number; idle?: number; watts?: number; budget?: number; is_estimated?: number; held_seconds?: number };
+  adapters?: Record<string, number>;
   sessions?: Record<string, number>;
 }
 
@@ -38,6 +42,16 @@ export interface Tiers {
   host?: { slots: number; used: number; owned: number; block_bytes: number } | null;
   disk?: { blocks: number; owned: number; block_bytes: number; disk_bytes: number; capacity: number; is_paused: boolean } | null;
 }
+
+export interface CellChange {
+  size: number;
+  stride: number;
+  full?: string;
+  runs?: number[];
+  data?: string;
+}
+
+export type Counts = Partial<Record<BlockState, number>>;
 
 export interface Frame {
   frame: number;
@@ -57,8 +71,11 @@ export interface Frame {
   rows?: Row[];
   hidden?: number;
   queue?: Waiting[];
-  cells?: { size: number; stride: number; full?: string; runs?: number[]; data?: string };
-  counts?: Partial<Record<BlockState, number>>;
+  cells?: CellChange;
+  counts?: Counts;
+  host_cells?: CellChange | null;
+  host_counts?: Counts;
+  adapters?: Adapters | null;
   tenants?: { name: string; rows: number; waiting: number; blocks: number; tokens: number }[];
   latency?: { first_median: number; first_p95: number; token_median: number; token_p95: number };
   tiers?: Tiers;
@@ -73,6 +90,12 @@ export interface Sample {
   running: number;
   waiting: number;
   hits: number;
+  /** Milliseconds: the median of recent requests, and what 95% of them are below. */
+  first: number;
+  firstSlow: number;
+  token: number;
+  tokenSlow: number;
+  watts: number;
 }
 
 const KEPT_SAMPLES = 600;
@@ -85,15 +108,40 @@ export function decode(text: string): Uint8Array {
   return bytes;
 }
 
-export class FeedState {
-  cells = new Uint8Array(0);
+/** The cells of one tier. */
+export class CellMap {
+  cells: Uint8Array = new Uint8Array(0);
   stride = 1;
+  version = 0;
+
+  /** False: the change does not fit to what is known. */
+  apply(change: CellChange): boolean {
+    this.stride = change.stride;
+    this.version += 1;
+    if (change.full !== undefined) this.cells = decode(change.full);
+    else if (this.cells.length !== change.size) return false;
+    else if (change.runs && change.data) {
+      const data = decode(change.data);
+      let at = 0;
+      for (let i = 0; i + 1 < change.runs.length; i += 2) {
+        const length = change.runs[i + 1]!;
+        this.cells.set(data.subarray(at, at + length), change.runs[i]!);
+        at += length;
+      }
+    }
+    return true;
+  }
+}
+
+export class FeedState {
+  device = new CellMap();
+  host = new CellMap();
   version = 0;
   frame: Frame | undefined;
   slow: Slow | undefined;
   steps: Step[] = [];
   samples: Sample[] = [];
-  latest: Sample = { at: 0, out: 0, prompt: 0, running: 0, waiting: 0, hits: 0 };
+  latest: Sample = { at: 0, out: 0, prompt: 0, running: 0, waiting: 0, hits: 0, first: 0, firstSlow: 0, token: 0, tokenSlow: 0, watts: 0 };
 
   /** Take a frame; false: frames were missed, and the feed must start again. */
   apply(frame: Frame): boolean {
@@ -103,21 +151,8 @@ export class FeedState {
     this.frame = frame;
     this.version += 1;
     if (frame.status) return true;
-    const change = frame.cells;
-    if (change) {
-      this.stride = change.stride;
-      if (change.full !== undefined) this.cells = decode(change.full) as Uint8Array<ArrayBuffer>;
-      else if (this.cells.length !== change.size) return false;
-      else if (change.runs && change.data) {
-        const data = decode(change.data);
-        let at = 0;
-        for (let i = 0; i + 1 < change.runs.length; i += 2) {
-          const length = change.runs[i + 1]!;
-          this.cells.set(data.subarray(at, at + length), change.runs[i]!);
-          at += length;
-        }
-      }
-    }
+    if (frame.cells && !this.device.apply(frame.cells)) return false;
+    if (frame.host_cells && !this.host.apply(frame.host_cells)) return false;
     this.steps = [...this.steps, ...(frame.steps ?? [])].slice(-KEPT_STEPS);
     this.sample(before, frame);
     return true;
@@ -137,6 +172,11 @@ export class FeedState {
       running: fresh.running ?? 0,
       waiting: now.waiting ?? 0,
       hits: queried ? grown("cached_tokens") / queried : this.latest.hits,
+      first: now.latency?.first_median ?? 0,
+      firstSlow: now.latency?.first_p95 ?? 0,
+      token: now.latency?.token_median ?? 0,
+      tokenSlow: now.latency?.token_p95 ?? 0,
+      watts: this.slow?.energy?.watts ?? 0,
     };
     this.samples = [...this.samples, this.latest].slice(-KEPT_SAMPLES);
   }
@@ -230,6 +270,10 @@ export class Feed {
           if (this.running === control) this.running = undefined;
           return;
         }
+      }
+      if (this.status.kind === "live") {
+        this.status = { kind: "connecting" }; // the stream has ended
+        this.tell();
       }
       await new Promise((resolve) => setTimeout(resolve, pause));
     }

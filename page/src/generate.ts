@@ -1,11 +1,17 @@
 // One reply of the model: as a chat completion, or as the turn of a session on the server.
-import { type ModelCard, events, getJson, newId } from "./api";
+import { type ModelCard, ServerError, events, getJson, newId } from "./api";
 import { type Conversation, type Message, type Parameters, branch } from "./store";
 
 interface Chunk {
-  choices?: { delta?: Delta; finish_reason?: string | null }[];
-  usage?: { prompt_tokens: number; completion_tokens: number; prompt_tokens_details?: { cached_tokens?: number } } | null;
+  choices?: { index?: number; delta?: Delta; finish_reason?: string | null }[];
+  usage?: Usage | null;
   error?: { message: string };
+}
+
+interface Usage {
+  prompt_tokens: number;
+  completion_tokens: number;
+  prompt_tokens_details?: { cached_tokens?: number };
 }
 
 interface Delta {
@@ -23,7 +29,8 @@ interface SessionObject {
 function plain(message: Message): unknown {
   if (!message.images?.length) return { role: message.role, content: message.content };
   const images = message.images.map((url) => ({ type: "image_url", image_url: { url } }));
-  return { role: message.role, content: [{ type: "text", text: message.content }, ...images] };
+  const text = message.content.trim() ? [{ type: "text", text: message.content }] : [];
+  return { role: message.role, content: [...images, ...text] };
 }
 
 function bodyOf(model: ModelCard, given: Parameters): Record<string, unknown> {
@@ -38,7 +45,7 @@ function bodyOf(model: ModelCard, given: Parameters): Record<string, unknown> {
   return {
     model: model.id,
     stream: true,
-    stream_options: { include_usage: true },
+    stream_options: { include_usage: true, continuous_usage_stats: true },
     temperature: given.temperature,
     top_p: given.topP,
     max_tokens: Math.max(1, Math.min(given.maxTokens, Math.floor(model.max_model_len / 2))),
@@ -52,7 +59,11 @@ async function sessionFor(path: Message[], given: Parameters): Promise<{ id: str
     const known = path[at]!.session;
     if (!known) continue;
     const input = path.slice(at + 1).map(plain);
-    const found = await getJson<SessionObject>(`v1/sessions/${known.id}`);
+    const found = await getJson<SessionObject>(`v1/sessions/${known.id}`).catch((error: unknown) => {
+      if (error instanceof ServerError && error.status === 404) return null; // it has expired
+      throw error;
+    });
+    if (!found) continue;
     if (found.num_tokens === known.tokens) return { id: known.id, input, forked: false };
     const fork = { id: newId("page-"), at: known.tokens };
     await getJson(`v1/sessions/${known.id}/fork`, { body: fork });
@@ -75,7 +86,7 @@ export async function generate(
   const path = branch(conversation, reply.parent);
   const begin = performance.now();
   let first = 0;
-  let pieces = 0;
+  let firstTokens = 0;
   reply.request = newId("page-");
   const headers = { "X-Request-Id": reply.request };
   let where = "v1/chat/completions";
@@ -90,39 +101,27 @@ export async function generate(
     const system = given.system.trim() ? [{ role: "system", content: given.system }] : [];
     body = { ...bodyOf(model, given), messages: [...system, ...path.map(plain)] };
   }
-  const note = () => {
+  const note = (usage: Usage) => {
     const now = performance.now();
-    first ||= now;
-    pieces += 1;
+    if (!first) [first, firstTokens] = [now, usage.completion_tokens];
     const seconds = (now - first) / 1000;
     reply.stats = {
       firstMs: first - begin,
-      tokensPerSecond: seconds > 0.05 ? (pieces - 1) / seconds : 0,
-      tokens: pieces,
-      promptTokens: reply.stats?.promptTokens ?? 0,
-      cachedTokens: reply.stats?.cachedTokens ?? 0,
+      tokensPerSecond: seconds > 0.05 ? (usage.completion_tokens - firstTokens) / seconds : 0,
+      tokens: usage.completion_tokens,
+      promptTokens: usage.prompt_tokens,
+      cachedTokens: usage.prompt_tokens_details?.cached_tokens ?? 0,
     };
   };
   for await (const data of events(where, { body, signal, headers })) {
     if (data === "[DONE]") break;
     const chunk = JSON.parse(data) as Chunk;
     if (chunk.error) throw new Error(chunk.error.message);
-    const delta = chunk.choices?.[0]?.delta;
-    if (delta) {
-      take(reply, delta, note);
-      onText();
-    }
-    if (chunk.usage) {
-      const seconds = (performance.now() - (first || performance.now())) / 1000;
-      const tokens = chunk.usage.completion_tokens;
-      reply.stats = {
-        firstMs: first ? first - begin : 0,
-        tokensPerSecond: seconds > 0.05 ? (tokens - 1) / seconds : 0,
-        tokens,
-        promptTokens: chunk.usage.prompt_tokens,
-        cachedTokens: chunk.usage.prompt_tokens_details?.cached_tokens ?? 0,
-      };
-    }
+    const choice = chunk.choices?.find((one) => !one.index);
+    if (choice?.delta) take(reply, choice.delta);
+    if (choice?.finish_reason === "length") reply.isCut = true;
+    if (chunk.usage?.completion_tokens) note(chunk.usage);
+    onText();
   }
   if (session) {
     const found = await getJson<SessionObject>(`v1/sessions/${session}`);
@@ -130,7 +129,7 @@ export async function generate(
   }
 }
 
-function take(reply: Message, delta: Delta, note: () => void): void {
+function take(reply: Message, delta: Delta): void {
   const thinking = delta.reasoning ?? delta.reasoning_content;
   if (thinking) reply.thinking = (reply.thinking ?? "") + thinking;
   if (delta.content) reply.content += delta.content;
@@ -140,5 +139,4 @@ function take(reply: Message, delta: Delta, note: () => void): void {
     known.name += call.function?.name ?? "";
     known.arguments += call.function?.arguments ?? "";
   }
-  if (thinking || delta.content || delta.tool_calls?.length) note();
 }

@@ -84,8 +84,8 @@ function App(): VNode {
       <main>
         <h1 class="sr">quire {settings?.version}: {tab}</h1>
         {error && !asks && <p class="error banner" role="alert">{error} <button type="button" class="link" onClick={() => void load()}>Try again</button></p>}
-        {tab === "chat" && <Chat models={models} onTimeline={open} />}
-        {tab === "engine" && <Engine onTimeline={open} onKey={() => setAsks(true)} />}
+        <Chat models={models} isShown={tab === "chat"} onTimeline={open} />
+        {tab === "engine" && <Engine onTimeline={open} hasAdmin={settings?.has_admin} onKey={settings?.needs_key || settings?.has_admin ? () => setAsks(true) : undefined} />}
         {tab === "timeline" && <TimelineView id={rest} onOpen={open} />}
         {tab === "learn" && <Learn models={models} />}
       </main>

@@ -23,6 +23,8 @@ export interface Message {
   images?: string[];
   error?: string;
   stopped?: boolean;
+  /** It ended at its limit of tokens. */
+  isCut?: boolean;
   request?: string;
   stats?: Stats;
   /** Where the turn ends in a session on the server. */

@@ -34,28 +34,52 @@ export interface Timeline {
   tenant: string;
   prompt_tokens: number;
   arrival: number;
+  now: number;
   finish_reason: string;
   events: TimelineEvent[];
   steps: TimelineStep[];
   is_whole: boolean;
 }
 
+/** A time after the start. */
+export function duration(seconds: number): string {
+  return seconds >= 10 ? `${seconds.toFixed(2)} s` : `${(1000 * seconds).toFixed(seconds >= 1 ? 0 : 1)} ms`;
+}
+
+function composition(step: TimelineStep): string {
+  const parts = [
+    step.decodes ? `${step.decodes} decode${step.decodes > 1 ? "s" : ""}` : "",
+    step.prompts ? `${step.prompts} prompt${step.prompts > 1 ? "s" : ""} (${step.prompt_tokens} tokens)` : "",
+    step.drafts ? `${step.drafts} draft${step.drafts > 1 ? "s" : ""}` : "",
+  ];
+  return parts.filter(Boolean).join(", ") || "nothing";
+}
+
+function did(step: TimelineStep): string {
+  if (step.is_prompt) return `a chunk of ${step.computed} tokens`;
+  const drafts = step.computed > 1 ? ` and verified ${step.computed - 1} draft${step.computed > 2 ? "s" : ""}` : "";
+  return `a decode that drew ${step.drew === 1 ? "a token" : `${step.drew} tokens`}${drafts}`;
+}
+
+const MOST_STEPS = 500;
+
 const COLOURS: Record<string, string> = {
   waiting: "#c2573f", compiling: "#9a6fb0", loading: "#6b7fb3", admitted: "#3d8b8b", preempted: "#c2573f", restarted: "#c2573f",
 };
 
-export function meaning(event: TimelineEvent): string {
+/** `isFirst`: of its kind, in its sequence. */
+export function meaning(event: TimelineEvent, isFirst = true): string {
   switch (event.kind) {
     case "waiting": return `waits for a row, with ${event.value} tokens`;
     case "compiling": return "its grammar is compiled";
     case "loading": return "its blocks are loaded from a lower tier";
     case "admitted": return `gets row ${event.row}; ${event.value} of its tokens were cached`;
-    case "drawn": return "its prompt is computed: the first token";
+    case "drawn": return isFirst ? "its prompt is computed: the first token" : "its tokens are there again: the next token";
     case "swapped": return `its ${event.value} tokens move to host memory`;
     case "preempted": return "loses its row and blocks: blocks ran out";
     case "restarted": return "starts again from its known tokens";
     case "awaits mask": return "waits for its grammar's mask";
-    case "finished": return `ends after ${event.value} tokens`;
+    case "finished": return `ends after ${event.value} generated tokens`;
     default: return "";
   }
 }
@@ -144,8 +168,9 @@ function Shown({ timeline }: { timeline: Timeline }): VNode {
   const canvas = useRef<HTMLCanvasElement>(null);
   const [step, setStep] = useState<TimelineStep | null>(null);
   const start = timeline.arrival || timeline.events[0]?.at || 0;
-  const end = Math.max(start + 1e-3, ...timeline.events.map((one) => one.at), timeline.steps.at(-1)?.end ?? 0);
+  const end = Math.max(start + 1e-3, timeline.finish_reason ? 0 : timeline.now, ...timeline.events.map((one) => one.at), timeline.steps.at(-1)?.end ?? 0);
   const sequences = [...new Set(timeline.events.map((event) => event.sequence))].sort((a, b) => a - b);
+  const isMany = sequences.length > 1;
   const lane = 58;
   const height = sequences.length * lane + 22;
   useEffect(() => {
@@ -172,15 +197,21 @@ function Shown({ timeline }: { timeline: Timeline }): VNode {
         context.fillStyle = one.is_prompt ? KINDS.prompts : KINDS.decodes;
         const high = 10 + 22 * share;
         context.fillRect(x(one.start), y + 50 - high, Math.max(1, x(one.end) - x(one.start) - 0.5), high);
+        if (one === step) {
+          context.strokeStyle = isDarkNow() ? "#ffffff" : "#111111";
+          context.lineWidth = 1.5;
+          context.strokeRect(x(one.start) - 1, y + 17, Math.max(3, x(one.end) - x(one.start) + 1), 34);
+        }
       }
     });
     context.fillStyle = ink();
     context.font = "11px system-ui, sans-serif";
     context.strokeStyle = isDarkNow() ? "#2c3438" : "#e4e1d8";
-    for (let i = 0; i <= 5; i += 1) {
-      const label = `${(1000 * (end - start) * (i / 5)).toFixed(0)} ms`;
-      context.textAlign = i === 0 ? "left" : i === 5 ? "right" : "center";
-      context.fillText(label, (width * i) / 5, height - 6);
+    const labels = width < 500 ? 3 : 5;
+    for (let i = 0; i <= labels; i += 1) {
+      const label = duration((end - start) * (i / labels));
+      context.textAlign = i === 0 ? "left" : i === labels ? "right" : "center";
+      context.fillText(label, (width * i) / labels, height - 6);
     }
   });
   const point = (event: MouseEvent) => {
@@ -193,7 +224,7 @@ function Shown({ timeline }: { timeline: Timeline }): VNode {
   return (
     <>
       <section class="panel" aria-label="Timeline">
-        <h2>{timeline.id}<small>{timeline.prompt_tokens} prompt tokens; {timeline.steps.length} steps; {timeline.finish_reason || "running"}</small></h2>
+        <h2>{timeline.id}<small>{timeline.prompt_tokens} prompt tokens; {timeline.steps.length} steps; {timeline.finish_reason ? `ended: ${timeline.finish_reason}` : "running"}</small></h2>
         <canvas
           ref={canvas}
           id="timeline"
@@ -203,16 +234,25 @@ function Shown({ timeline }: { timeline: Timeline }): VNode {
           style={{ height: `${height}px` }}
           onMouseMove={point}
           onMouseLeave={() => setStep(null)}
+          tabIndex={0}
+          onKeyDown={(event) => {
+            const by = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
+            if (event.key === "Escape") setStep(null);
+            if (by === undefined || !timeline.steps.length) return;
+            event.preventDefault();
+            const at = step ? timeline.steps.indexOf(step) + by : 0;
+            setStep(timeline.steps[Math.max(0, Math.min(timeline.steps.length - 1, at))]!);
+          }}
         />
-        <p class="tip">
+        <p class="tip" aria-live="polite" id="step">
           {step
-            ? `Step ${step.step}, ${(1000 * (step.end - step.start)).toFixed(1)} ms: ${step.is_prompt ? `a chunk of ${step.computed} tokens` : `a decode that drew ${step.drew}`} in row ${step.row}, together with ${step.decodes} decodes, ${step.prompts} prompts (${step.prompt_tokens} tokens) and ${step.drafts} drafts`
-            : "Above: the request's states. Below: the steps it was in; a taller bar is a fuller step. Point at one to see what it computed."}
+            ? `Step ${step.step}, ${duration(step.end - step.start)}: ${did(step)}, in row ${step.row}. The whole step computed ${composition(step)}.`
+            : "Above: the request's states. Below: the steps it was in; a taller bar is a fuller step. Point at one, or use the arrow keys, to see what it computed."}
         </p>
         <ul class="legend">
           <li><i style={{ background: COLOURS.waiting }} />waiting</li>
           <li><i style={{ background: COLOURS.admitted }} />running</li>
-          <li><i style={{ background: COLOURS.loading }} />loading</li>
+          {timeline.events.some((event) => event.kind === "loading") && <li><i style={{ background: COLOURS.loading }} />loading</li>}
           <li><i style={{ background: KINDS.prompts }} />chunk</li>
           <li><i style={{ background: KINDS.decodes }} />decode</li>
         </ul>
@@ -222,14 +262,30 @@ function Shown({ timeline }: { timeline: Timeline }): VNode {
         <h2>Events</h2>
         <div class="scroll" tabIndex={0} role="region" aria-label="Events">
           <table id="events">
-            <thead><tr><th>after</th><th>event</th><th>sequence</th><th>step</th><th>what it means</th></tr></thead>
+            <thead><tr><th>after</th><th>event</th>{isMany && <th>sequence</th>}<th>step</th><th>what it means</th></tr></thead>
             <tbody>
               {timeline.events.map((event, index) => (
-                <tr key={index}><td>{(1000 * (event.at - start)).toFixed(1)} ms</td><td>{event.kind}</td><td>{event.sequence}</td><td>{event.step}</td><td>{meaning(event)}</td></tr>
+                <tr key={index}><td>{duration(event.at - start)}</td><td>{event.kind}</td>{isMany && <td>{event.sequence}</td>}<td>{event.step}</td><td>{meaning(event, timeline.events.findIndex((one) => one.kind === event.kind && one.sequence === event.sequence) === index)}</td></tr>
               ))}
             </tbody>
           </table>
         </div>
+        <details class="steps">
+          <summary>Every step: {timeline.steps.length}</summary>
+          <div class="scroll" tabIndex={0} role="region" aria-label="Steps">
+            <table id="request-steps">
+              <thead><tr><th>after</th><th>step</th><th>took</th>{isMany && <th>sequence</th>}<th>this request</th><th>the whole step</th></tr></thead>
+              <tbody>
+                {timeline.steps.slice(0, MOST_STEPS).map((one) => (
+                  <tr key={`${one.step}-${one.sequence}`}>
+                    <td>{duration(one.start - start)}</td><td>{one.step}</td><td>{duration(one.end - one.start)}</td>{isMany && <td>{one.sequence}</td>}<td>{did(one)}</td><td>{composition(one)}</td>
+                  </tr>
+                ))}
+              </tbody>
+            </table>
+          </div>
+          {timeline.steps.length > MOST_STEPS && <p class="note">The first {MOST_STEPS} are listed. The Perfetto trace has all.</p>}
+        </details>
       </section>
     </>
   );

@@ -48,7 +48,7 @@ class NoAdapters:
     """The engine has no adapters: the methods of `AdapterSlots`, doing nothing."""
 
     is_on = is_loading = False
-    num_waiting = 0
+    num_waiting = num_slots = 0
     stats = SlotStats()
 
     def hold(self, source: NewRequest) -> bool:
@@ -76,6 +76,9 @@ class NoAdapters:
 
     def loaded(self) -> list[tuple[str, ...]]:
         return []
+
+    def active(self) -> tuple[list[str], list[str]]:
+        return [], []
 
     def explain(self, request_id: str) -> str:
         return ""
@@ -227,6 +230,11 @@ class AdapterSlots:
     # Looking
 
     @property
+    def num_slots(self) -> int:
+        """Adapters, or sets of them, that fit on the device."""
+        return len(self._slots)
+
+    @property
     def num_waiting(self) -> int:
         """Requests whose adapters are not loaded."""
         return len(self._waiting) + sum(slot.state != READY for slot in self._holding.values())
@@ -238,7 +246,9 @@ class AdapterSlots:
     def explain(self, request_id: str) -> str:
         """Why the request waits."""
         if request_id in self._waiting:
-            return f"all {len(self._slots)} adapter slots (max_loras) are held by requests before it"
+            slots = len(self._slots)
+            held = "the only adapter slot is" if slots == 1 else f"all {slots} adapter slots are"
+            return f"{held} held by requests before it (max_loras)"
         return "its adapter is being loaded"
 
     def loaded(self) -> list[tuple[str, ...]]:

@@ -18,7 +18,7 @@ from quire.engine.remote import EngineHandle, error_of
 from quire.engine.session_calls import SessionAnswer, SessionOp
 from quire.engine.stats import Metric
 from quire.errors import SHUT_DOWN, EngineDeadError, QuireError, ReplicaDownError
-from quire.messages.engine_view import BlockDetail, EngineView, RequestTimeline
+from quire.messages.engine_view import BlockDetail, EngineView, RequestTimeline, Tier
 from quire.messages.memory_map import MemoryMap
 from quire.messages.outputs import Finished, StepOutputs
 from quire.output.processor import OutputProcessor
@@ -247,9 +247,9 @@ class Replica:
         assert found is None or isinstance(found, RequestTimeline)
         return found
 
-    async def describe_block(self, block: int) -> BlockDetail:
+    async def describe_block(self, block: int, tier: Tier = "device") -> BlockDetail:
         """What uses a block."""
-        found = await self._look(lambda number: ipc.GetBlock(number, block))
+        found = await self._look(lambda number: ipc.GetBlock(number, block, tier))
         assert isinstance(found, BlockDetail)
         return found
 

@@ -12,7 +12,20 @@ from rich.table import Table
 from rich.text import Text
 
 from quire.cli.values import readable_bytes
-from quire.messages.memory_map import CACHED, EMPTY, HELD, MOVING, SHARED, ExpertLoad, MemoryMap, Sleeping
+from quire.messages.memory_map import (
+    CACHED,
+    EMPTY,
+    HELD,
+    MOVING,
+    SHARED,
+    DeviceBlocks,
+    DiskBlocks,
+    ExpertLoad,
+    HostBlocks,
+    MemoryMap,
+    Pressure,
+    Sleeping,
+)
 
 LOOKS = {
     HELD: ("▒", "green", "held once"),
@@ -33,7 +46,12 @@ HOTTEST = 4
 
 def draw(found: MemoryMap, console: Console, where: str) -> RenderableType:
     """The whole view. `where`: the server or file that the map is from."""
-    parts = [_title(found, where), draw_tiers(found, console), *_cells(found, console), _summary(found)]
+    parts = [
+        _title(found, where),
+        draw_tiers(found.device, found.host, found.disk, found.pressure, console),
+        *_cells(found, console),
+        _summary(found),
+    ]
     if found.groups:
         parts.append(_groups(found))
     parts += _owners(found, console)
@@ -52,9 +70,11 @@ def _title(found: MemoryMap, where: str) -> Text:
 # Tiers
 
 
-def draw_tiers(found: MemoryMap, console: Console) -> Table:
+def draw_tiers(
+    device: DeviceBlocks, host: HostBlocks | None, disk: DiskBlocks | None, pressure: Pressure, console: Console
+) -> Table:
     """How full each tier is, a line each."""
-    device, pressure, grid = found.device, found.pressure, plain_grid()
+    grid = plain_grid()
     parts = {
         HELD: device.held, SHARED: device.shared, MOVING: device.moving, CACHED: device.cached, EMPTY: device.empty,
     }  # fmt: skip
@@ -63,12 +83,12 @@ def draw_tiers(found: MemoryMap, console: Console) -> Table:
         f"{readable_bytes(device.used * device.block_bytes)} of {readable_bytes(device.capacity * device.block_bytes)}"
     )
     grid.add_row("device", _bar(parts, console), used, size, f"{device.cached} cached{_level(pressure.device)}")
-    if (host := found.host) is not None:
+    if host is not None:
         parts = {HELD: host.owned, CACHED: max(0, host.used - host.owned), EMPTY: host.slots - host.used}
         size = f"{readable_bytes(host.used * host.block_bytes)} of {readable_bytes(host.slots * host.block_bytes)}"
         used = f"{host.used} of {host.slots} blocks"
         grid.add_row("host", _bar(parts, console), used, size, f"{host.owned} owned{_level(pressure.host)}")
-    if (disk := found.disk) is not None:
+    if disk is not None:
         most = max(disk.blocks, disk.capacity // max(1, disk.block_bytes))
         parts = {HELD: disk.owned, CACHED: disk.blocks - disk.owned, EMPTY: most - disk.blocks}
         size = f"{readable_bytes(disk.blocks * disk.block_bytes)} of {readable_bytes(disk.capacity)}"

@@ -14,7 +14,7 @@ from quire.engine.session_calls import SessionAnswer, SessionOp
 from quire.engine.stats import Metric
 from quire.errors import ValidationError
 from quire.executor.child import ChildContext, ChildLink, RelayedLog
-from quire.messages.engine_view import BlockDetail, EngineView, RequestTimeline
+from quire.messages.engine_view import BlockDetail, EngineView, RequestTimeline, Tier
 from quire.messages.experts import Rebalanced
 from quire.messages.frames import LARGEST, frame
 from quire.messages.media import EncoderLimits, decode_array, encode_array
@@ -106,6 +106,7 @@ class GetBlock(msgspec.Struct, tag=True):
 
     question: int
     block: int
+    tier: Tier = "device"
 
 
 class SessionCall(msgspec.Struct, tag=True):

@@ -229,7 +229,7 @@ def disk_blocks(stats: StoreStats) -> DiskBlocks:
 
 def _sleeping(sessions: SessionKeeper, tiers: OffloadManager | None) -> Sleeping:
     saved, more = sessions.kv.offloaded(MOST_LOOKED_UP)
-    places = [(name, _place(key, tiers)) for name, key in saved]
+    places = [(name, place_of(key, tiers)) for name, key in saved]
     counts, count = Counter(place for _, place in places), len(sessions.store) - sessions.kv.num_on_device
     return Sleeping(
         count=count,
@@ -241,7 +241,8 @@ def _sleeping(sessions: SessionKeeper, tiers: OffloadManager | None) -> Sleeping
     )
 
 
-def _place(key: bytes, tiers: OffloadManager | None) -> Place:
+def place_of(key: bytes, tiers: OffloadManager | None) -> Place:
+    """The tier that has the block."""
     if tiers is None or not (found := tiers.find([key])):
         return "nowhere"
     return "host" if found[0] else "disk"

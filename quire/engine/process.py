@@ -96,8 +96,8 @@ class EngineLoop:
                 self._report_view(question, core.view)
             case ipc.GetTimeline(question=question, id=request_id):
                 self._report_view(question, lambda: core.scheduler.requests.timelines.of(request_id))
-            case ipc.GetBlock(question=question, block=block):
-                self._report_view(question, lambda: describe_block(core.scheduler, block))
+            case ipc.GetBlock(question=question, block=block, tier=tier):
+                self._report_view(question, lambda: describe_block(core.scheduler, block, tier))
             case ipc.Wake(number=number):
                 core.wake(number)
             case ipc.PrepareGrammars(end_ids=end_ids):

@@ -59,7 +59,7 @@ def _explain(scheduler: Scheduler, request: Request, place: int) -> tuple[WaitRe
     if not table.sharing.allows(request):
         return "share", f"tenant {request.source.tenant!r} has as many rows or blocks as it may"
     if place:
-        return "order", f"{place} requests are before it"
+        return "order", "1 request is before it" if place == 1 else f"{place} requests are before it"
     rows, loading = table.rows, table.swapper.num_loading
     if rows.free <= loading:
         kept = f", {loading} of them for requests that load" if loading else ""

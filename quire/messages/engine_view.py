@@ -11,11 +11,15 @@ from quire.messages.memory_map import DiskBlocks, HostBlocks, Pressure, Transfer
 StepFigures = tuple[int, float, float, int, int, int, int]
 """A step: its number, when it was launched and collected, decodes, prompts, prompt tokens, drafts."""
 
-HolderKind = Literal["decode", "prompt", "loading", "session", "states"]
+HolderKind = Literal["decode", "prompt", "loading", "session", "states", "swapped", "asleep"]
+"""What a holder is. On the device: a request with a row that decodes or computes its prompt, one that loads, a session
+between its turns, or recurrent states. In host memory: a request that was swapped out, or a session that sleeps."""
+
+Tier = Literal["device", "host"]
 
 
 class BlockHolder(msgspec.Struct, frozen=True, array_like=True):
-    """A request with a row, one that loads, or a session between its turns: it holds blocks."""
+    """A request or session that holds blocks."""
 
     kind: HolderKind
     name: str
@@ -30,7 +34,22 @@ class BlockHolder(msgspec.Struct, frozen=True, array_like=True):
     prompt: int
     limit: int
     blocks: int
-    """How many entries of `EngineView.table` are its own, in the order of holders."""
+    """How many entries of `EngineView.table`, or of `host_table`, are its own, in the order of holders."""
+    adapter: str = ""
+    """Names of its adapters."""
+    place: str = ""
+    """Of a sleeping session: the highest tier with blocks of it, host or disk, or nowhere."""
+
+
+class AdapterView(msgspec.Struct, frozen=True, array_like=True):
+    """Adapters on the device. Names of several in one slot are joined by `+`."""
+
+    slots: int
+    loaded: list[str]
+    held: list[str]
+    """Those that requests use…"""
+    awaited: list[str]
+    """…and those that requests wait for."""
 
 
 class EngineView(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -71,6 +90,14 @@ class EngineView(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     pressure: Pressure
     host: HostBlocks | None = None
     disk: DiskBlocks | None = None
+    host_content: bytes = b""
+    """By slot of host memory: 0 empty, 1 cached, 2 pinned by a request or session, 3 arriving."""
+    host_holders: list[BlockHolder] = []
+    """Swapped requests, and the sessions that fell asleep last."""
+    host_table: bytes = b""
+    """The slots of all host holders, as 32-bit integers."""
+    adapters: AdapterView | None = None
+    """None: the engine serves none."""
 
 
 class TimelineEvent(msgspec.Struct, frozen=True, kw_only=True):
@@ -115,6 +142,8 @@ class RequestTimeline(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     tenant: str
     prompt_tokens: int
     arrival: float
+    now: float
+    """When this was told."""
     offset: float
     """What to add to a time for seconds since 1970."""
     finish_reason: str
@@ -138,7 +167,7 @@ class BlockUser(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BlockDetail(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """One block on the device."""
+    """One block on the device, or in host memory: `block` is then a slot."""
 
     block: int
     references: int

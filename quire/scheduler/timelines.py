@@ -197,7 +197,7 @@ class Timelines:
         begun = next((event.step for event in events if event.kind == "admitted"), None)
         return RequestTimeline(
             id=found, tenant=record.tenant, prompt_tokens=record.prompt_tokens, arrival=record.arrival,
-            offset=time.time() - time.monotonic(), finish_reason=record.reason, events=events,
+            now=time.monotonic(), offset=time.time() - time.monotonic(), finish_reason=record.reason, events=events,
             steps=[step for sequence in {event.sequence for event in events} for step in self._of(events, sequence)],
             is_whole=begun is None or begun >= first,
         )  # fmt: skip

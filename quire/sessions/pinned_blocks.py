@@ -99,6 +99,11 @@ class PinnedBlocks:
         tip, own, _ = self._pinned.get(name, (_NO_CHUNK, [], []))
         return [*self._chunk_keys(tip), *own]
 
+    def pages_of(self, name: str) -> list[bytes]:
+        """Keys of all pinned pages of the session: those of its blocks in order, then what else is kept at its end."""
+        end = self._pinned.get(name, (_NO_CHUNK, [], []))[2]
+        return [*self._pages(self.keys_of(name)), *end]
+
     def _chunk_keys(self, tip: tuple[str, int]) -> list[bytes]:
         """Keys of the blocks up to the end of chunk `tip`."""
         parts = []

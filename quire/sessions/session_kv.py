@@ -108,6 +108,10 @@ class SessionKV:
         suspended = ((name, key) for name, key in last if name not in self._resident)
         return list(itertools.islice(suspended, limit)), sum(1 for _ in suspended)
 
+    def offloaded_pages(self, name: str) -> list[bytes]:
+        """Keys of a suspended session's blocks in lower tiers."""
+        return self._host_pins.get(name, []) if self._pinned is None else self._pinned.pages_of(name)
+
     def known_keys(self, name: str, tokens: int) -> list[bytes]:
         """Keys of the full blocks with KV of the session's first `tokens` tokens, as far as they need no computing.
 

@@ -38,7 +38,7 @@ def test_rows_are_in_use_and_others_wait_behind(make_llm: MakeLLM) -> None:
     found = waiting(llm)
     assert list(found) == ["c", "d"]
     assert (found["c"].reason, found["c"].detail) == ("rows", "all 2 rows are in use")
-    assert (found["d"].reason, found["d"].detail) == ("order", "1 requests are before it")
+    assert (found["d"].reason, found["d"].detail) == ("order", "1 request is before it")
     assert found["c"].tokens == 20 and 0 < found["c"].seconds < 3600
     end(llm, *"abcd")
     assert not waiting(llm, steps=0)

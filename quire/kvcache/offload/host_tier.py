@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 
+import numpy as np
+
 from quire.kvcache.offload.eviction_order import EvictionOrder
 
 
@@ -49,6 +51,24 @@ class HostTier:
     def is_arriving(self, key: bytes) -> bool:
         """Whether the block's bytes are being copied here."""
         return key in self._arriving
+
+    def slot_of(self, key: bytes) -> int | None:
+        """Where the block is, or will be when it has arrived; None if it is not here."""
+        slot = self._blocks.get(key)
+        return self._arriving.get(key) if slot is None else slot
+
+    def key_at(self, slot: int) -> bytes | None:
+        """The block in a slot; None if it is empty. Looks at every block."""
+        places = chain(self._blocks.items(), self._arriving.items())
+        return next((key for key, place in places if place == slot), None)
+
+    @property
+    def content(self) -> bytes:
+        """By slot: 0 empty, 1 cached, 2 pinned, 3 arriving."""
+        states = np.zeros(self.num_slots, np.uint8)
+        for state, slots in ((1, self._blocks.unpinned), (2, self._blocks.pinned), (3, self._arriving)):
+            states[np.fromiter(slots.values(), np.int64, len(slots))] = state
+        return states.tobytes()
 
     def reserve(self, key: bytes) -> int | None:
         """A slot for a block that will arrive; None if no slot is empty and no block may be evicted for it."""

@@ -6,6 +6,7 @@ Viewers of the same scope, replica and rate share a channel, and channels share 
 from __future__ import annotations
 
 import asyncio
+import base64
 import time
 from collections.abc import AsyncGenerator, Sequence
 from typing import TYPE_CHECKING
@@ -16,10 +17,19 @@ from quire.errors import QuireError
 from quire.messages.engine_view import EngineView
 from quire.server.errors import ApiError
 from quire.server.http import event_bytes
-from quire.server.page.frames import FeedFrame, FrameWriter, ReplicaFigures, Scope, SlowFigures
+from quire.server.page.frames import (
+    ExpertMap,
+    FeedFrame,
+    FrameWriter,
+    RankFigures,
+    ReplicaFigures,
+    Scope,
+    SlowFigures,
+)
 
 if TYPE_CHECKING:
     from quire.api.async_llm import AsyncLLM
+    from quire.config import EngineConfig
     from quire.server.lifecycle.supervisor import ReplicaSupervisor, Supervisor
 
 MOST_VIEWERS = 64
@@ -129,6 +139,10 @@ class EngineFeed:
 
     # What channels share
 
+    def block_bytes(self, replica: int) -> int:
+        """Bytes of a block on the device."""
+        return self._llm.replicas[replica].info.block_bytes
+
     async def view(self, replica: int, age: float) -> EngineView:
         """A replica's view, at most `age` seconds old; one question is asked at a time."""
         known = self._views.get(replica)
@@ -164,7 +178,7 @@ class EngineFeed:
                 found.append([])
         statuses = [one.status for one in each]
         return slow_figures(
-            found, statuses, self._supervisor.status, self._supervisor.restarts, self._llm.config.num_ranks
+            found, statuses, self._supervisor.status, self._supervisor.restarts, rank_figures(self._llm.config)
         )
 
 
@@ -176,7 +190,7 @@ class Channel:
         self._feed = feed
         self._replica = replica
         self._pause = 1 / hz
-        self._writer = FrameWriter(scope, replica)
+        self._writer = FrameWriter(scope, replica, feed.block_bytes(replica))
         self._sent_slow: SlowFigures | None = None
         self.task = asyncio.ensure_future(self._run())
 
@@ -217,13 +231,14 @@ class Channel:
 
 
 def slow_figures(
-    found: Sequence[list[Metric]], statuses: Sequence[str], status: str, restarts: int, ranks: int
+    found: Sequence[list[Metric]], statuses: Sequence[str], status: str, restarts: int, ranks: RankFigures | None
 ) -> SlowFigures:
     """What the metrics of all engines say about what changes slowly."""
     every = {metric.name.removeprefix("quire:"): metric for metric in merged_metrics([one for one in found if one])}
     drafts = {name.removeprefix("spec_decode_"): one for name, one in every.items() if name.startswith("spec_decode_")}
     load = every.get("expert_load_max_over_mean")
     accepted = drafts.get("num_accepted_tokens_per_pos")
+    skew = every.get("expert_rank_load_max_over_mean")
     return SlowFigures(
         status=status,
         restarts=restarts,
@@ -232,9 +247,51 @@ def slow_figures(
         speculation={name: metric.value for name, metric in drafts.items() if not metric.series},
         acceptance=[] if accepted is None else accepted.values,
         experts={} if load is None else {labels[0]: round(value, 3) for labels, value in load.series},
-        energy={name: metric.value for name, metric in every.items() if "joule" in name or "energy" in name},
+        expert_map=expert_map(every.get("expert_tokens")),
+        rank_skew=0.0 if skew is None else round(skew.value, 3),
+        energy=_energy(every),
+        adapters={
+            name.removeprefix("adapter_"): metric.value
+            for name, metric in every.items()
+            if name in ("adapter_loads", "adapter_evictions", "adapter_load_failures") and metric.value
+        },
         sessions={name: metric.value for name, metric in every.items() if name in ("sessions", "sessions_on_device")},
     )  # fmt: skip
+
+
+def rank_figures(config: EngineConfig) -> RankFigures | None:
+    """How each engine's model is divided; None: it is not."""
+    if config.num_ranks == config.expert_ranks == 1:
+        return None
+    return RankFigures(config.tensor_parallel_size, config.pipeline_parallel_size, config.expert_ranks)
+
+
+def expert_map(tokens: Metric | None) -> ExpertMap | None:
+    """What the metric says of a mixture's experts, from the start on."""
+    if tokens is None or not tokens.series:
+        return None
+    by_layer: dict[str, list[float]] = {}
+    for (layer, _), count in tokens.series:
+        by_layer.setdefault(layer, []).append(count)
+    experts = max(len(counts) for counts in by_layer.values())
+    loads = bytearray()
+    for counts in by_layer.values():
+        mean = sum(counts) / len(counts)
+        own = [min(255, round(32 * count / mean)) if mean else 0 for count in counts]
+        loads += bytes(own) + bytes(experts - len(own))
+    return ExpertMap(list(by_layer), experts, base64.b64encode(loads).decode("ascii"))
+
+
+def _energy(every: dict[str, Metric]) -> dict[str, float]:
+    joules = every.get("energy_joules")
+    if joules is None:
+        return {}
+    names = {
+        "watts": "power_watts", "budget": "power_budget_watts", "is_estimated": "energy_estimated",
+        "held_seconds": "energy_held_seconds",
+    }  # fmt: skip
+    figures = {name: every[metric].value for name, metric in names.items() if metric in every}
+    return {"joules": joules.value, **{labels[0]: value for labels, value in joules.series}, **figures}
 
 
 def _replica(metrics: list[Metric], status: str) -> ReplicaFigures:

@@ -6,8 +6,6 @@ from typing import Any
 
 from quire.messages.engine_view import RequestTimeline
 
-ENDS = ("preempted", "restarted", "awaits mask", "finished")
-
 
 def trace_of(timeline: RequestTimeline) -> dict[str, Any]:
     """One track for the states of each sequence, one for the steps it was in."""
@@ -17,15 +15,15 @@ def trace_of(timeline: RequestTimeline) -> dict[str, Any]:
         own = [event for event in timeline.events if event.sequence == sequence]
         states, steps = 2 * sequence, 2 * sequence + 1
         events += [_named("thread_name", states, f"sequence {sequence}"), _named("thread_name", steps, "its steps")]
-        for event, after in zip(own, [*own[1:], None], strict=True):
+        for event in own:
             if event.kind == "drawn":
                 continue
             until = next((one.at for one in own if one.at > event.at and one.kind != "drawn"), None)
             name = "running" if event.kind == "admitted" else event.kind
-            if event.kind == "finished" or (until is None and after is None):
+            if event.kind == "finished":
                 events.append({"name": name, "ph": "i", "s": "t", "ts": _us(event.at, start), "pid": 0, "tid": states})
             else:
-                end = timeline.steps[-1].end if until is None and timeline.steps else until or event.at
+                end = until or (event.at if timeline.finish_reason else timeline.now)
                 events.append(_span(name, event.at, end, start, states, {"row": event.row, "value": event.value}))
         for step in timeline.steps:
             if step.sequence == sequence:

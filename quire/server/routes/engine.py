@@ -39,7 +39,7 @@ class BlockUse(msgspec.Struct):
 
 
 class BlockAnswer(msgspec.Struct):
-    """One block on the device."""
+    """One block on the device or in host memory."""
 
     block: int
     references: int
@@ -101,14 +101,18 @@ async def _block(context: ServerContext, exchange: Exchange, scope: Scope) -> No
     given = exchange.path_params["block"]
     if not given.isdecimal():
         raise bad_request(f"a block is a number, got {given[:40]!r}", "block")
-    replica = _replica(context, exchange)
+    replica, tier = _replica(context, exchange), exchange.query.get("tier", "device")
+    if tier not in ("device", "host"):
+        raise bad_request(f"tier must be device or host, got {tier[:40]!r}", "tier")
     async with exchange.interruptible(), answering(exchange, context.supervisor.each[replica : replica + 1]):
-        detail = await context.llm.replicas[replica].describe_block(int(given[:9]))
+        detail = await context.llm.replicas[replica].describe_block(
+            int(given[:9]), "host" if tier == "host" else "device"
+        )
     own = scope.tenant
     users = [
         BlockUse(user.name, user.kind, user.row, user.first_token, len(user.tokens), _text(context, user.tokens))
         for user in detail.users
-        if own is None or user.tenant == (owner_id(own) if own and user.kind == "session" else own)
+        if own is None or user.tenant == (owner_id(own) if own and user.kind in ("session", "asleep") else own)
     ]
     references = detail.references if own is None else len(users)
     await exchange.reply(BlockAnswer(detail.block, references, detail.is_cached, users))
@@ -133,6 +137,7 @@ def _of_all(handler: Any) -> Handler:
 
 
 _QUERY_REPLICA = {"type": "integer", "minimum": 0, "default": 0}
+_TIER = {"enum": ["device", "host"], "default": "device"}
 _HZ = {"type": "integer", "minimum": LEAST_HZ, "maximum": MOST_HZ, "default": DEFAULT_HZ}
 _FRAMES = {"type": "integer", "minimum": 0, "maximum": 1_000_000, "default": 0}
 _FORMAT = {"enum": ["json", "perfetto"], "default": "json"}
@@ -152,7 +157,8 @@ def _routes(prefix: str, requests: str, scoped: Any) -> list[Route]:
             query={"format": _FORMAT}, errors=errors, is_hubs=True,
         ),
         Route(
-            "GET", f"{prefix}/blocks/{{block}}", block, answer=BlockAnswer, query={"replica": _QUERY_REPLICA},
+            "GET", f"{prefix}/blocks/{{block}}", block, answer=BlockAnswer,
+            query={"replica": _QUERY_REPLICA, "tier": _TIER},
             errors=errors, is_hubs=True,
         ),
     ]  # fmt: skip

@@ -85,6 +85,39 @@ class Browser:
         self.wait(lambda: self.exists(selector), f"there is no {selector}")
         self.call("POST", f"/element/{self._find(selector)}/value", {"text": text})
 
+    def choose_files(self, selector: str, *paths: Path) -> None:
+        """Choose files in a file field, which may be hidden."""
+        text = "\n".join(str(path) for path in paths)
+        self.call("POST", f"/element/{self._find(selector)}/value", {"text": text})
+
+    def give_file(self, selector: str, event: str, name: str, data: bytes, kind: str) -> bool:
+        """Paste a file, or drag and drop one: `event` is paste, dragover or drop. True: the page left it to the
+        browser."""
+        script = """
+            const [selector, name, file, text, type] = arguments;
+            const bytes = Uint8Array.from(atob(text), one => one.charCodeAt(0));
+            const given = new DataTransfer();
+            given.items.add(new File([bytes], file, {type}));
+            const how = {bubbles: true, cancelable: true};
+            const event = name === "paste" ? new ClipboardEvent(name, {...how, clipboardData: given})
+                                           : new DragEvent(name, {...how, dataTransfer: given});
+            return document.querySelector(selector).dispatchEvent(event);
+        """
+        return bool(self.run(script, selector, event, name, base64.b64encode(data).decode("ascii"), kind))
+
+    def press(self, *keys: str) -> None:
+        """Press keys, one after the other, wherever the focus is."""
+        actions = [{"type": kind, "value": key} for key in keys for kind in ("keyDown", "keyUp")]
+        self.call("POST", "/actions", {"actions": [{"type": "key", "id": "keyboard", "actions": actions}]})
+
+    def focused(self) -> str:
+        """The id, label or text of what has the focus."""
+        script = """
+            const at = document.activeElement;
+            return at.id || at.getAttribute('aria-label') || at.textContent.trim().slice(0, 60) || at.tagName;
+        """
+        return str(self.run(script))
+
     def exists(self, selector: str) -> bool:
         return bool(self.run("return document.querySelector(arguments[0]) !== null", selector))
 

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.media.seeing_model import write_seeing_model
+from tests.server.conftest import Host, Live
 from tests.server.page.browser import Browser, find_browser, open_browser
 
 NO_BROWSER = (
@@ -34,3 +36,15 @@ def browser(window: Browser) -> Iterator[Browser]:
     problems = window.problems()
     window.go("about:blank")
     assert not problems, problems
+
+
+@pytest.fixture(scope="session")
+def seeing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    """A server with a tiny model that takes images."""
+    host = Host(
+        write_seeing_model(tmp_path_factory.mktemp("seeing")), max_model_len=512, limit_mm_per_prompt={"image": 3}
+    )
+    live, stop = host.start()
+    yield live
+    stop()
+    host.close()

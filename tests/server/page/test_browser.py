@@ -12,9 +12,11 @@ import httpx
 import pytest
 
 from tests.conftest import write_tiny_model
+from tests.media.files import encoded, noise
 from tests.server.conftest import Host, Live
 from tests.server.page.browser import Browser
-from tests.server.scripted import Script
+from tests.server.page.proxy import proxied
+from tests.server.scripted import Script, call
 
 AXE = (Path(__file__).parent / "vendor" / "axe.min.js").read_text()
 ENDLESS = {"maxTokens": 100_000, "extra": '{"ignore_eos": true}'}
@@ -120,6 +122,22 @@ def test_a_reply_is_stopped(long_live: Live, browser: Browser) -> None:
     assert browser.exists("#send")
 
 
+def test_a_reply_goes_on_while_another_view_is_shown(long_live: Live, browser: Browser) -> None:
+    open_page(browser, long_live, **ENDLESS)
+    say(browser, "Go on")
+    browser.wait(lambda: "tokens/s" in browser.text(".stats"))
+    browser.click("#tab-engine")
+    browser.wait_for_text("#running", "1")
+    assert not browser.run("return document.querySelector('#draft').checkVisibility()")
+    browser.click("#tab-chat")
+    before = len(browser.text(".bubble.assistant .markdown"))
+    browser.wait(lambda: len(browser.text(".bubble.assistant .markdown")) > before)
+    browser.reload()  # leaves it: what was said is kept
+    browser.wait_for_text(".bubble.user", "Go on")
+    browser.wait_for_text(".bubble.assistant", "Stopped.")
+    long_live.assert_idle()
+
+
 def test_branches_are_forks_of_sessions(long_live: Live, browser: Browser) -> None:
     open_page(browser, long_live, usesSessions=True, maxTokens=20, extra='{"ignore_eos": true}')
     say(browser, "x" * 60)
@@ -165,8 +183,8 @@ def test_blocks_appear_and_go_and_waiting_requests_say_why(live: Live, browser: 
     thread.start()
     try:
         browser.wait(lambda: browser.run(held) > 0, "no block is held")
-        browser.wait_for_text("#queue", "no row is free")
-        assert "all 16 rows are in use" in browser.text("#queue") and "others come first" in browser.text("#queue")
+        browser.wait_for_text("#queue .badge.rows", "rows")
+        assert "all 16 rows are in use" in browser.text("#queue") and "1 request is before it" in browser.text("#queue")
         assert browser.text("#running") == "16"
         browser.run("document.querySelector('#blocks').focus()")
         browser.type("#blocks", "\ue014")  # the right arrow
@@ -199,6 +217,116 @@ def test_what_a_model_writes_is_harmless(scripted: Live, script: Script, browser
     wide = browser.run("return [document.documentElement.scrollWidth, innerWidth]")
     assert wide[0] <= wide[1]
     assert "<img src=x" in browser.text(".bubble.user")
+
+
+def thumbs(browser: Browser) -> list[tuple[int, int]]:
+    """Width and length of the images that will be sent."""
+    script = "return [...document.querySelectorAll('.thumbs img')].map(e => [e.naturalWidth, e.src.length])"
+    return [tuple(one) for one in browser.run(script)]
+
+
+def test_images_are_chosen_pasted_dropped_and_seen(seeing: Live, browser: Browser, tmp_path: Path) -> None:
+    png, bmp, large = encoded(noise(40, 24, 1)), encoded(noise(30, 30, 2), "BMP"), encoded(noise(2600, 1400, 3), "JPEG")
+    (tmp_path / "a.png").write_bytes(png)
+    (tmp_path / "broken.png").write_bytes(b"no image at all")
+    open_page(browser, seeing, maxTokens=5, extra='{"ignore_eos": true}')
+    browser.wait(lambda: browser.exists("#image"))
+    browser.choose_files("#image", tmp_path / "a.png", tmp_path / "broken.png")
+    browser.wait_for_text("#image-problem", "broken.png is not an image")
+    assert not browser.give_file("#draft", "paste", "b.bmp", bmp, "image/bmp")
+    browser.wait(lambda: len(thumbs(browser)) == 2 and not browser.exists("#image-problem"))
+    assert not browser.give_file(".messages", "dragover", "c.jpg", large, "image/jpeg")
+    assert not browser.give_file(".messages", "drop", "c.jpg", large, "image/jpeg")
+    browser.wait(lambda: len(thumbs(browser)) == 3)
+    assert [width for width, _ in thumbs(browser)] == [40, 30, 2048]
+    assert faults(browser) == []
+    browser.click("button[aria-label='Remove image 2']")
+    browser.wait(lambda: len(thumbs(browser)) == 2)
+    say(browser, "what?")
+    await_replies(browser, 1)
+    assert "5 tokens" in browser.text(".stats") and not browser.exists(".bubble .error")
+    cached = "return [...document.querySelectorAll('.bubble.user img')].map(e => e.naturalWidth)"
+    assert browser.run(cached) == [40, 2048]
+    # An image without text, and more of them than the server takes.
+    browser.choose_files("#image", tmp_path / "a.png")
+    browser.wait(lambda: thumbs(browser) and browser.run("return !document.querySelector('#send').disabled"))
+    browser.click("#send")
+    await_replies(browser, 2)
+    browser.choose_files("#image", tmp_path / "a.png")
+    browser.wait(lambda: thumbs(browser))
+    browser.click("#send")
+    browser.wait_for_text(".bubble.assistant .error", "at most 3")
+    browser.reload()
+    browser.wait(lambda: browser.run(cached)[:2] == [40, 2048])
+    assert any("400" in problem for problem in browser.problems())
+
+
+def test_a_model_that_reads_text_refuses_images(live: Live, browser: Browser) -> None:
+    open_page(browser, live)
+    browser.wait(lambda: browser.exists("option"))
+    assert not browser.exists("#image")
+    assert not browser.give_file("#draft", "paste", "a.png", encoded(noise(20, 20, 1)), "image/png")
+    browser.wait_for_text("#image-problem", "tiny reads text only: it cannot see images")
+    assert thumbs(browser) == [] and faults(browser) == []
+    say(browser, "Hello")
+    await_replies(browser, 1)
+    assert not browser.exists("#image-problem")
+
+
+def test_everything_is_reached_with_the_keyboard(long_live: Live, browser: Browser) -> None:
+    """From the address bar: a chat, its timeline, and the map of blocks, with Tab, Enter and the arrow keys."""
+    tab, enter, right, escape = "\ue004", "\ue007", "\ue014", "\ue00c"
+
+    def go_to(name: str) -> None:
+        for _ in range(60):
+            if browser.focused() == name:
+                return
+            browser.press(tab)
+        raise AssertionError(f"Tab does not reach {name}")
+
+    open_page(browser, long_live, **ENDLESS)
+    browser.wait(lambda: browser.exists("option"))
+    go_to("draft")
+    browser.press(*"Hello", enter)
+    browser.wait(lambda: "tokens/s" in browser.text(".stats"))
+    assert browser.focused() == "draft"
+    browser.press(escape)
+    browser.wait_for_text(".bubble.assistant", "Stopped.")
+    long_live.assert_idle()
+    go_to("Timeline")
+    browser.press(enter)
+    browser.wait(lambda: browser.exists("#timeline"))
+    go_to("timeline")
+    browser.press(right, right)
+    browser.wait_for_text("#step", "The whole step computed 1 decode")
+    go_to("tab-engine")
+    browser.press(enter)
+    browser.wait(lambda: browser.exists("#blocks"))
+    go_to("blocks")
+    browser.press(right, right)
+    browser.wait_for_text("#tip", "Block 2:")
+    browser.press(escape)
+    browser.wait_for_text("#tip", "use the arrow keys")
+
+
+def test_thinking_and_tool_calls_are_folded(long_host: Host, script: Script, browser: Browser) -> None:
+    live, stop = long_host.start(reasoning_parser="qwen3", tool_call_parser="hermes")
+    try:
+        script.answer = lambda prompt: (
+            f"<think>\nHm <b>one</b> moment\n</think>\n\nI look.{call('weather', city='<i>Bern')}"
+        )
+        tool = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+        open_page(browser, live, extra=json.dumps({"tools": [tool]}))
+        say(browser, "Is it raining?")
+        await_replies(browser, 1)
+        folds = "return [...document.querySelectorAll('.bubble.assistant .fold')].map(e => [e.open, e.textContent])"
+        (is_open, thinking), (_, called) = browser.run(folds)
+        assert not is_open and "Hm <b>one</b> moment" in thinking and "Tool call: weather" in called
+        assert '"<i>Bern"' in called and "I look." in browser.text(".bubble.assistant > .markdown")
+        assert "think>" not in browser.text(".bubble.assistant > .markdown")
+        assert faults(browser) == []
+    finally:
+        stop()
 
 
 def test_keys_are_asked_for(serving: Callable[..., Live], browser: Browser) -> None:
@@ -251,6 +379,27 @@ def test_it_cannot_be_framed_or_read_by_another_origin(
     assert browser.run_async(fetched, f"{live.url}/v1/engine/feed?frames=1", None) == "refused"
     assert browser.run_async(fetched, f"{live.url}/v1/chat/completions", '{"messages": []}') == "refused"
     assert browser.problems()  # the browser says that it blocked them
+
+
+def test_it_works_behind_a_proxy_below_a_path(live: Live, browser: Browser) -> None:
+    """The proxy strips the path, and the server does not know it."""
+    with proxied(live.url, "/team/llm") as url:
+        browser.go(f"{url}/#chat")
+        browser.wait(lambda: browser.exists("option"))
+        say(browser, "Hello")
+        await_replies(browser, 1)
+        browser.click("#tab-engine")
+        browser.wait_for_text(".live", "Live")
+        browser.run("document.querySelector('#blocks').focus()")
+        browser.press("\ue014")
+        browser.wait_for_text("#tip", "Block 1:")
+        browser.click("#tab-chat")
+        browser.click_text("Timeline", ".bubble button")
+        browser.wait_for_text("#events", "finished")
+        browser.click("#tab-learn")
+        browser.click("#try")
+        browser.wait_for_text("#lesson-end", "It has ended")
+        browser.go("about:blank")
 
 
 def test_the_tour_runs_on_this_engine(live: Live, browser: Browser) -> None:

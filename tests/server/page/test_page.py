@@ -16,8 +16,11 @@ from typing import Any
 import httpx
 import pytest
 
-from quire.server.page.feed import MOST_OF_A_TENANT
+from quire.config import EngineConfig
+from quire.engine.stats import Metric
+from quire.server.page.feed import MOST_OF_A_TENANT, rank_figures, slow_figures
 from quire.server.page.files import FOLDER, page_files
+from quire.server.page.frames import RankFigures
 from tests.server.conftest import Host, Live
 
 ROOT = Path(__file__).parents[3]
@@ -249,6 +252,26 @@ def test_wrong_parameters_are_refused(live: Live, query: str) -> None:
 
 
 # What is shown
+
+
+def test_slow_figures_are_those_of_the_metrics() -> None:
+    """Of two engines: summed, and by what they are about."""
+    mixture = [Metric("quire:expert_tokens", "counter", 12.0,
+                      series=((("0", "0"), 6.0), (("0", "1"), 2.0), (("3", "0"), 0.0), (("3", "1"), 4.0)))]  # fmt: skip
+    power = [
+        Metric("quire:energy_joules", "counter", 9.0, series=((("prompt",), 4.0), (("decode",), 5.0))),
+        Metric("quire:power_watts", "gauge", 5.0), Metric("quire:power_budget_watts", "gauge", 20.0),
+        Metric("quire:num_requests_running", "gauge", 3.0), Metric("quire:adapter_loads", "counter", 2.0),
+    ]  # fmt: skip
+    told = slow_figures([[*mixture, *power], power], ["serving", "starting"], "serving", 1, RankFigures(2, 1, 2))
+    assert told.expert_map is not None and told.expert_map.layers == ["0", "3"] and told.expert_map.experts == 2
+    assert list(base64.b64decode(told.expert_map.loads)) == [48, 16, 0, 64]  # 32: the mean of the layer
+    assert told.energy["joules"] == 18 and told.energy["prompt"] == 8 and told.energy["watts"] == 10
+    assert told.adapters["loads"] == 4
+    assert [(one.status, one.running) for one in told.replicas] == [("serving", 3), ("starting", 3)]
+    assert slow_figures([[]], ["serving"], "serving", 0, None).expert_map is None
+    assert rank_figures(EngineConfig("m", tensor_parallel_size=2)) == RankFigures(2, 1, 1)
+    assert rank_figures(EngineConfig("m")) is None
 
 
 @pytest.fixture
