@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from quire.executor.null import NullExecutor
-from quire.messages.plan import AdapterLoaded, Ints, MovesDone, StepPlan, StepResult
+from quire.messages.plan import AdapterLoaded, Ints, MovesDone, PrefixGroup, StepPlan, StepResult
 from quire.simulation.costs import CostModel, StepWork
 
 TOKEN = 7
@@ -33,10 +33,14 @@ class VirtualClock:
 
 
 class StepWorkTracker:
-    """The shape of each plan. Follows how many tokens of every row are computed."""
+    """The shape of each plan. Follows how many tokens of every row are computed, and the prefix groups."""
 
     def __init__(self, max_rows: int) -> None:
         self._computed = np.zeros(max_rows, np.int64)
+        self._group_of = np.zeros(max_rows, np.int64)
+        """By row: the number of its prefix group; 0: none."""
+        self._shared = np.zeros(1, np.int64)
+        """By group: tokens that its rows share."""
 
     def of(self, plan: StepPlan, yielded: Ints | None = None) -> StepWork:
         """The shape of the next plan. `yielded`: tokens of each of its draws, where drafts are verified."""
@@ -47,6 +51,8 @@ class StepWorkTracker:
             computed[row.row] = row.num_computed
         for place, count in plan.rewound:
             computed[place] = count
+        if plan.groups is not None:
+            self._set_groups(plan.groups)
         split = plan.num_decodes
         before, counts = computed[plan.rows], plan.counts.astype(np.int64)
         starts, chunks = before[split:], counts[split:]
@@ -55,6 +61,8 @@ class StepWorkTracker:
             prompt_tokens=len(plan.tokens),
             context=int((before[:split] + counts[:split]).sum()),
             pairs=int((chunks * starts + chunks * (chunks + 1) // 2).sum()),
+            prompts=len(chunks),
+            shared=self._saved(plan.rows[:split]) if len(self._shared) > 1 else 0,
         )
         computed[plan.rows] = before + counts
         if plan.num_drafts and yielded is not None:  # what was computed for rejected drafts is computed again
@@ -64,6 +72,17 @@ class StepWorkTracker:
         for fork in plan.forks:
             computed[fork.row] = computed[fork.source]
         return shape
+
+    def _set_groups(self, groups: Sequence[PrefixGroup]) -> None:
+        self._group_of[:] = 0
+        for number, group in enumerate(groups, 1):
+            self._group_of[group.rows] = number
+        self._shared = np.array([0, *(group.shared_tokens for group in groups)], np.int64)
+
+    def _saved(self, rows: Ints) -> int:
+        """Tokens of context that groups save these decodes from reading."""
+        counts = np.bincount(self._group_of[rows], minlength=len(self._shared))
+        return int((np.maximum(counts - 1, 0) * self._shared).sum())
 
 
 @dataclass(frozen=True)

@@ -358,10 +358,10 @@ class Fleet:
         assert request.opened is not None
         self._num_open -= 1
         self._router.finished(request.opened)
-        source = request.request
+        source, front = request.request, self.costs.front_seconds
         self.result.note_request(
-            source.tenant, len(source.prompt), request.generated, request.arrival, request.first, request.last,
-            request.retries, reason,
+            source.tenant, len(source.prompt), request.generated, request.arrival, request.first + front,
+            request.last + front, request.retries, reason,
         )  # fmt: skip
         pause = request.conversation.end_turn([TOKEN] * request.generated)
         if pause is not None:

@@ -41,8 +41,8 @@ def test_a_lone_request_takes_the_sum_of_its_steps() -> None:
     result = fleet.run([single(100, 4, at=3.0)])
     # 100 prompt tokens in steps of at most 64, then three decodes; each attends to itself and all before it.
     expected = [
-        StepWork(0, 64, 0, 64 * 65 // 2),
-        StepWork(0, 36, 0, 36 * 64 + 36 * 37 // 2),
+        StepWork(0, 64, 0, 64 * 65 // 2, prompts=1),
+        StepWork(0, 36, 0, 36 * 64 + 36 * 37 // 2, prompts=1),
         *(StepWork(1, 0, 100 + i, 0) for i in (1, 2, 3)),
     ]
     assert shapes == expected
