@@ -35,14 +35,17 @@ EXAMPLES = """
   quire simulate --trace conversation_trace.jsonl --replicas 8 --kill 2@100
   quire simulate --request-rate 2 --acceptance 0.8,0.7,0.6 --draft-seconds 0.0003
   quire simulate --request-rate 20 --replicas 4 --adapters 100 --adapter-skew 1.2 --max-loras 8
-  quire simulate --turns 8 --pause 30 --host-blocks 200K --tensor-parallel-size 2
+  quire simulate --turns 8 --pause 30 --host-blocks 200K --disk-blocks 2M --tensor-parallel-size 2
+  quire simulate --request-rate 4 --images 2 --image-tokens 1K --num-images 500
 """
 MOST_REPLICAS = 4096
 """Largest fleet that --goal tries."""
+HOST_RATE, DISK_RATE = 50e9, 2e9
+"""Bytes a second, if neither the user nor the cost model says."""
 SWEPT: dict[str, type] = {
     "max_num_seqs": int, "max_num_batched_tokens": int, "num_blocks": int, "replicas": int, "concurrency": int,
     "scheduling_policy": str, "routing_policy": str, "max_step_stretch": float, "host_blocks": int,
-    "adapter_slots": int, "adapter_seconds": float,
+    "adapter_slots": int, "adapter_seconds": float, "disk_blocks": int, "encoder_rows": int,
 }  # fmt: skip
 
 
@@ -66,6 +69,11 @@ def configure(parser: Parser) -> None:
     load.add_argument("--adapters", type=size, default=0, metavar="N", help="LoRA adapters that requests name (none)")
     load.add_argument("--adapter-skew", type=float, default=1.0, metavar="X",
                       help="the k-th adapter is named in proportion to 1 / k^X (default: 1)")  # fmt: skip
+    load.add_argument("--images", type=positive, default=0, metavar="N", help="images of a turn (none)")
+    load.add_argument("--image-tokens", type=size, default=576, metavar="N", help="tokens of an image (576)")
+    load.add_argument(
+        "--num-images", type=size, default=0, metavar="N", help="different images (default: no two alike)"
+    )
     load.add_argument("--trace", metavar="FILE", help="requests of a trace (Mooncake's format) instead of these")
     load.add_argument("--trace-speed", type=float, default=1.0, metavar="X", help="replay it X times as fast")
     load.add_argument("--seed", type=int, default=0, metavar="N")
@@ -89,7 +97,18 @@ def configure(parser: Parser) -> None:
     fleet.add_argument("--rank-latency-us", type=float, default=8.0, metavar="US", help="of an all-reduce or hop (8)")
     fleet.add_argument("--rank-gbps", type=float, default=400.0, metavar="GB", help="GB/s between ranks (400)")
     fleet.add_argument("--host-blocks", type=size, default=0, metavar="N", help="KV blocks in host memory (default: 0)")
-    fleet.add_argument("--host-gbps", type=float, default=50.0, metavar="GB", help="GB/s to and from it (50)")
+    fleet.add_argument("--host-gbps", type=float, metavar="GB",
+                       help="GB/s to and from it (default: the cost model's, else 50, assumed)")  # fmt: skip
+    fleet.add_argument("--disk-blocks", type=size, default=0, metavar="N", help="KV blocks on disk, below that (0)")
+    fleet.add_argument("--disk-gbps", type=float, metavar="GB", help="GB/s to and from it (likewise; else 2)")
+    fleet.add_argument("--expert-parallel-size", type=positive, default=1, metavar="N",
+                       help="replicas that share their experts and step together; modelled")  # fmt: skip
+    fleet.add_argument("--image-seconds", type=float, default=0.02, metavar="S",
+                       help="to encode an image, in a step (default: 0.02, an assumption)")  # fmt: skip
+    fleet.add_argument("--encoder-cache-tokens", type=size, default=16384, metavar="N",
+                       help="tokens of encoded images that a device keeps (16384)")  # fmt: skip
+    fleet.add_argument("--watts", type=float, metavar="W",
+                       help="mean power of a replica while it computes (default: as the cost model says)")  # fmt: skip
     fleet.add_argument("--max-loras", type=positive, default=8, metavar="N",
                        help="adapters that a device has room for at a time (default: 8)")  # fmt: skip
     fleet.add_argument("--adapter-seconds", type=float, default=0.1, metavar="S",
@@ -151,11 +170,13 @@ def _read_load(args: argparse.Namespace) -> list[Conversation]:
         raise ValidationError(f"--adapter-skew must be from 0 to 100, got {args.adapter_skew:g}")
     if args.trace and args.adapters:
         raise ValidationError("a trace names its adapters itself, in the field `adapter`: leave out --adapters")
+    if args.trace and args.images:
+        raise ValidationError("a trace has its images itself, in the field `images`: leave out --images")
     if args.trace:
         return read_trace(args.trace, args.num_prompts, args.trace_speed)
     options = LoadOptions(
         args.input_len, args.output_len, args.range_ratio, args.prefix_len, args.num_prefixes, args.turns, args.pause,
-        args.tenants, args.seed, args.adapters, args.adapter_skew,
+        args.tenants, args.seed, args.adapters, args.adapter_skew, args.images, args.image_tokens, args.num_images,
     )  # fmt: skip
     times = arrival_times(args.num_prompts or 1000, args.request_rate, args.burstiness, 1, args.seed)
     return draw_load(options, times)
@@ -163,12 +184,25 @@ def _read_load(args: argparse.Namespace) -> list[Conversation]:
 
 def _costs(args: argparse.Namespace, costs: CostModel) -> CostModel:
     """The cost model of a replica: of its ranks, if it has several."""
-    from quire.simulation.ranks import RankConnection, over_ranks
+    import msgspec
 
-    if not (args.rank_gbps > 0 and args.rank_latency_us >= 0 and args.host_gbps > 0):
-        raise ValidationError("--rank-gbps and --host-gbps must be above 0, --rank-latency-us at least 0")
+    from quire.simulation.ranks import RankConnection, over_ranks, share_experts
+
+    rates = (args.rank_gbps, 1.0 if args.host_gbps is None else args.host_gbps)
+    if not (min(*rates, 1.0 if args.disk_gbps is None else args.disk_gbps) > 0 and args.rank_latency_us >= 0):
+        raise ValidationError("--rank-gbps, --host-gbps and --disk-gbps must be above 0, --rank-latency-us at least 0")
+    if args.watts is not None and not 0 < args.watts < math.inf:
+        raise ValidationError(f"--watts must be above 0, got {args.watts:g}")
+    if args.watts is not None:
+        costs = msgspec.structs.replace(costs, watts=args.watts)
     link = RankConnection(1e-6 * args.rank_latency_us, 1e9 * args.rank_gbps)
+    costs = share_experts(costs, args.expert_parallel_size, link)
     return over_ranks(costs, args.tensor_parallel_size, args.pipeline_parallel_size, link)
+
+
+def _rate(gbps: float | None, measured: float | None, assumed: float) -> float:
+    """Bytes a second: what the user says, else what was measured, else an assumption."""
+    return 1e9 * gbps if gbps is not None else assumed if measured is None else measured
 
 
 def _drafts(args: argparse.Namespace) -> DraftModel | None:
@@ -215,7 +249,18 @@ def _options(args: argparse.Namespace, costs: CostModel) -> FleetOptions:
         adapter_slots=args.max_loras,
         adapter_seconds=args.adapter_seconds,
         host_blocks=args.host_blocks,
-        link=host_link(costs, 1e9 * args.host_gbps, 1e9 * args.host_gbps) if args.host_blocks else None,
+        link=host_link(
+            costs,
+            _rate(args.host_gbps, costs.host_out_rate, HOST_RATE),
+            _rate(args.host_gbps, costs.host_back_rate, HOST_RATE),
+        )
+        if args.host_blocks
+        else None,
+        disk_blocks=args.disk_blocks,
+        disk_rate=_rate(args.disk_gbps, costs.disk_rate, DISK_RATE),
+        encoder_rows=args.encoder_cache_tokens,
+        image_seconds=args.image_seconds,
+        lockstep=args.expert_parallel_size,
     )
 
 
@@ -269,6 +314,11 @@ def _print(args: argparse.Namespace, result: SimulationResult, found: Mapping[st
         rows.append(("drafts", f"{result.drafts} verified, {share:.0f}% accepted, at the rates given"))
     if result.has_adapters:
         rows.append(("adapters", f"{result.adapter_loads} loads, {result.adapter_evictions} in the place of another"))
+    if result.images_encoded:
+        rows.append(("images", f"{result.images_encoded} encoded, {result.images_cached} found encoded; "
+                               f"{1000 * result.image_seconds:g} ms each, given"))  # fmt: skip
+    if result.disk_writes:
+        rows.append(("disk", f"{result.disk_writes} blocks written, {result.disk_reads} read"))
     if result.saved_blocks:
         rows.append(("host memory", f"{result.saved_blocks} blocks saved, {result.loaded_blocks} loaded"))
     if result.deaths:

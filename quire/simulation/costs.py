@@ -43,6 +43,8 @@ class StepWork(msgspec.Struct, frozen=True):
     """Rows that compute prompt tokens."""
     shared: int = 0
     """Of `context`: what attention need not read, because it has read it for another row of a prefix group."""
+    has_images: bool = False
+    """Prompt tokens read encoded images: such steps are not captured."""
 
     @property
     def tokens(self) -> int:
@@ -105,6 +107,12 @@ class CostModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     hidden_size: int | None = None
     weight_bytes: int | None = None
     kv_bytes_per_token: int | None = None
+    expert_bytes: int | None = None
+    """Of `weight_bytes`, those of routed experts, with the next two for replicas that share experts…"""
+    moe_layers: int | None = None
+    """…layers that have some…"""
+    experts_per_token: int | None = None
+    """…and how many a token goes to."""
     host_out_rate: float | None = None
     """Bytes a second from the device to host memory…"""
     host_back_rate: float | None = None
@@ -125,7 +133,7 @@ class CostModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         kind, size = self.size(shape)
         line: Line | None = getattr(self, kind)
         total = self.prompt_seconds if shape.prompt_tokens and kind == DECODE_LINE else 0.0
-        total += _at(self.tokens if line is None else line, size)
+        total += line_seconds(self.tokens if line is None else line, size)
         shared = 0 if self.shared_seconds is None else shape.shared
         if shared:
             total += (self.shared_seconds or 0.0) * shared
@@ -136,7 +144,8 @@ class CostModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         pad, decodes = self.padding, shape.decodes
         if not shape.prompt_tokens:
             return DECODE_LINE, decodes if pad is None else _next(pad.decodes, decodes) or decodes
-        if pad is not None and shape.prompts <= pad.prompts and self.captured_tokens is not None:
+        is_plain = not shape.has_images and self.captured_tokens is not None
+        if pad is not None and is_plain and shape.prompts <= pad.prompts:
             before, behind = _next(pad.mixed_decodes, decodes), _next(pad.mixed_tokens, shape.prompt_tokens)
             if before is not None and behind is not None:
                 return CAPTURED_LINE, before + behind
@@ -152,7 +161,7 @@ def _next(sizes: Sequence[int], size: int) -> int | None:
     return sizes[place] if place < len(sizes) else None
 
 
-def _at(line: Line, tokens: int) -> float:
+def line_seconds(line: Line, tokens: int) -> float:
     """The line's seconds there."""
     place = min(bisect_left(line, (tokens, 0.0)), len(line) - 1)
     if place == 0:

@@ -63,6 +63,7 @@ class StepWorkTracker:
             pairs=int((chunks * starts + chunks * (chunks + 1) // 2).sum()),
             prompts=len(chunks),
             shared=self._saved(plan.rows[:split]) if len(self._shared) > 1 else 0,
+            has_images=bool(plan.splices),
         )
         computed[plan.rows] = before + counts
         if plan.num_drafts and yielded is not None:  # what was computed for rejected drafts is computed again
@@ -130,9 +131,10 @@ class SimulatedDevice(NullExecutor):
         drafts: DraftModel | None = None,
         link: HostLink | None = None,
         adapter_seconds: float = 0.0,
+        image_seconds: float = 0.0,
     ) -> None:
         """`drafts`: for plans that verify some. `link`: for plans that move blocks. `adapter_seconds`: to load an
-        adapter."""
+        adapter. `image_seconds`: to encode an image, in the step that reads it first."""
         super().__init__(max_rows)
         self._costs = costs
         self._clock = clock
@@ -141,12 +143,13 @@ class SimulatedDevice(NullExecutor):
         self._drafts = drafts
         self._chance = np.random.default_rng(0 if drafts is None else drafts.seed)
         self._link = link
-        self._free_at = -math.inf
+        self.free_at = -math.inf
         """When the last step submitted has left the first pipeline stage."""
         self._link_free_at = -math.inf
         self._moving: deque[tuple[float, MovesDone]] = deque()
         """Copies under way, and when each is done."""
         self._adapter_seconds = adapter_seconds
+        self._image_seconds = image_seconds
         self._loading: deque[tuple[float, AdapterLoaded]] = deque()
         """Adapters that are loaded, one after the other, and when each is done."""
         self.busy = 0.0
@@ -157,7 +160,7 @@ class SimulatedDevice(NullExecutor):
         if self._drafts is not None:
             self._verify(plan, result, self._drafts)
         shape = self._shapes.of(plan, result.counts)
-        start = max(self._clock.now, self._free_at)
+        start = max(self._clock.now, self.free_at)
         copied = self._start_copies(plan, start)
         if plan.adapters:
             self._start_loads(result)
@@ -166,8 +169,9 @@ class SimulatedDevice(NullExecutor):
         seconds = self._costs.seconds(shape)
         if self._drafts is not None:
             seconds += plan.proposals * self._drafts.seconds
+        seconds += len(plan.encode) * self._image_seconds
         stages = self._costs.stages
-        self._free_at, end = start + seconds / stages, start + seconds
+        self.free_at, end = start + seconds / stages, start + seconds
         if seconds:
             end += (stages - 1) * self._costs.hop_seconds
         elif not len(plan.rows) and (waits := [queue[0][0] for queue in (self._moving, self._loading) if queue]):

@@ -24,6 +24,7 @@ from quire.kvcache.offload.host_tier import HostTier
 from quire.kvcache.offload.manager import OffloadManager
 from quire.kvcache.prefix_cache import ContentKeys
 from quire.messages.adapter_use import adapter_identity
+from quire.messages.media import EncoderLimits
 from quire.messages.outputs import StepOutputs
 from quire.messages.request import NewRequest
 from quire.messages.sampling import SamplingParams
@@ -37,6 +38,7 @@ from quire.scheduler.prefix_groups import PrefixGroups
 from quire.scheduler.scheduler import Scheduler
 from quire.simulation.costs import CostModel
 from quire.simulation.device import TOKEN, DraftModel, HostLink, SimulatedDevice, SimulatedStep, VirtualClock
+from quire.simulation.disk import SimulatedIO, SimulatedStore
 from quire.simulation.load import Conversation, OpenConversation, adapter_uses
 from quire.simulation.measurements import SimulationResult
 
@@ -73,10 +75,20 @@ class FleetOptions:
     """Blocks of host memory below the device's cache…"""
     link: HostLink | None = None
     """…and how fast they are moved; needed if there are some."""
+    disk_blocks: int = 0
+    """Blocks on disk below host memory…"""
+    disk_rate: float = 2e9
+    """…and bytes a second to and from it."""
     adapter_slots: int = 8
     """LoRA adapters that the device of a replica has room for at a time…"""
     adapter_seconds: float = 0.1
     """…and what it takes to load one, beside steps."""
+    encoder_rows: int = EngineConfig.encoder_cache_tokens
+    """Tokens of encoded images that a device keeps…"""
+    image_seconds: float = 0.02
+    """…and what it takes to encode one, in the step that reads it first."""
+    lockstep: int = 1
+    """So many replicas each share their experts: a step lasts until the longest one of them is done."""
 
 
 @dataclass
@@ -131,6 +143,17 @@ class Fleet:
             raise ValidationError(f"--kill names a replica that is not among the {options.replicas}")
         if options.host_blocks and options.link is None:
             raise ValidationError("host memory needs a link to it: how fast blocks are moved")
+        if options.disk_blocks and not options.host_blocks:
+            raise ValidationError("blocks reach the disk through host memory: give some host blocks too")
+        if not options.disk_rate > 0 or not 0 <= options.image_seconds < math.inf or options.encoder_rows < 1:
+            raise ValidationError(
+                "the disk's rate and the encoder's tokens must be above 0, seconds of an image from 0"
+            )
+        if options.lockstep < 1 or options.replicas % options.lockstep or (options.lockstep > 1 and options.kills):
+            raise ValidationError(
+                f"{options.replicas} replicas cannot share experts in groups of {options.lockstep}"
+                + (" of which one dies: the others would end with it" if options.kills else ": give a multiple")
+            )
         if options.adapter_slots < 1 or not 0 <= options.adapter_seconds < math.inf:
             raise ValidationError(
                 "a device needs at least one adapter slot, and a number of seconds to load one: got "
@@ -164,6 +187,7 @@ class Fleet:
             )
         self.result = SimulationResult(self.costs, self.options.replicas)
         self.result.has_adapters = any(conversation.adapter for conversation in load)
+        self.result.image_seconds = self.options.image_seconds
         for number, source in enumerate(load):
             opened = OpenConversation(source, number, seed)
             self._at(source.at, lambda opened=opened: self._arrive(opened))  # type: ignore[misc]
@@ -180,9 +204,15 @@ class Fleet:
             slots = replica.core.scheduler.requests.adapters.stats
             self.result.adapter_loads += slots.loads
             self.result.adapter_evictions += slots.evictions
+            encoding = replica.core.scheduler.requests.encoding.stats
+            self.result.images_encoded += encoding.encoded
+            self.result.images_cached += encoding.hits
             if (tiers := replica.tiers) is not None:
                 self.result.saved_blocks += tiers.saved
                 self.result.loaded_blocks += tiers.loaded
+                if isinstance(tiers.store, SimulatedStore):
+                    self.result.disk_writes += tiers.store.written
+                    self.result.disk_reads += tiers.store.hits
         return self.result
 
     def _at(self, time: float, action: Callable[[], None]) -> None:
@@ -195,7 +225,7 @@ class Fleet:
         clock = VirtualClock(self._clock.now)
         config = EngineConfig(model="simulation", scheduling_policy=options.scheduling_policy)
         tables = BlockTables(self.num_blocks + 1, costs.block_size, options.prefix_caching)
-        tiers = self._make_tiers(tables)
+        tiers = self._make_tiers(tables, clock)
         scheduler = Scheduler(
             tables, make_policy(config.scheduling_policy, config), self._keys, self.rows, self.budget, clock=clock,
             groups=PrefixGroups(costs.block_size),
@@ -203,6 +233,7 @@ class Fleet:
             tiers=tiers, drafting=self._make_drafting(),
             microbatches=None if costs.stages == 1 else costs.pipeline_depth + 1,
             adapters=AdapterSlots(options.adapter_slots, clock),
+            encoder=EncoderLimits(options.encoder_rows, has_encoder=True),
         )  # fmt: skip
 
         def note(step: SimulatedStep) -> None:
@@ -210,18 +241,27 @@ class Fleet:
             if self._on_step is not None:
                 self._on_step(number, step)
 
-        device = SimulatedDevice(costs, self.rows, clock, note, options.drafts, options.link, options.adapter_seconds)
+        device = SimulatedDevice(
+            costs, self.rows, clock, note, options.drafts, options.link, options.adapter_seconds, options.image_seconds
+        )
         core = EngineCore(scheduler, device, costs.pipeline_depth, log_stats=False)
         self._router.add(str(number), self.num_blocks, self.rows, adapter_slots=options.adapter_slots)
         return SimulatedReplica(number, clock, core, device, tiers)
 
-    def _make_tiers(self, tables: BlockTables) -> OffloadManager | None:
-        link = self.options.link
-        if not self.options.host_blocks or link is None:
+    def _make_tiers(self, tables: BlockTables, clock: VirtualClock) -> OffloadManager | None:
+        options, link = self.options, self.options.link
+        if not options.host_blocks or link is None:
             return None
-        return OffloadManager(
-            tables, HostTier(self.options.host_blocks), Costs(link.block_bytes, link.out_rate, link.back_rate)
-        )
+        costs = Costs(link.block_bytes, link.out_rate, link.back_rate)
+        if not options.disk_blocks:
+            return OffloadManager(tables, HostTier(options.host_blocks), costs)
+        store = SimulatedStore(options.disk_blocks)
+        io = SimulatedIO(store, clock, link.block_bytes / options.disk_rate, self._next_event)
+        host = HostTier(options.host_blocks, is_backed=store.has)
+        return OffloadManager(tables, host, costs, io, lambda slot: _NOTHING)
+
+    def _next_event(self) -> float:
+        return self._events[0][0] if self._events else math.inf
 
     def _make_drafting(self) -> Drafting | None:
         drafts = self.options.drafts
@@ -260,12 +300,13 @@ class Fleet:
         request = NewRequest(
             str(next(self._ids)), prompt, _PARAMS, limit=len(prompt) + turn.output, tenant=source.tenant,
             priority=source.priority, arrival=self._clock.now, adapters=adapter_uses(source.adapter),
+            media=list(conversation.media), spans=list(conversation.spans),
         )  # fmt: skip
         request.keys = self._keys_of(request)
         self._admit(FleetRequest(conversation, request, self._clock.now))
 
     def _keys_of(self, request: NewRequest) -> list[bytes]:
-        return self._keys.of(request.prompt, adapters=request.kv_identity)
+        return self._keys.of(request.prompt, spans=request.key_spans, adapters=request.kv_identity)
 
     def _admit(self, request: FleetRequest) -> None:
         """Send a request to a replica, or let it wait for one."""
@@ -305,14 +346,48 @@ class Fleet:
     # Steps
 
     def _schedule(self, replica: SimulatedReplica) -> None:
-        if not replica.is_scheduled and replica.is_alive and replica.core.has_work:
-            replica.is_scheduled = True
-            self._at(max(self._clock.now, replica.clock.now), lambda: self._step(replica))
-
-    def _step(self, replica: SimulatedReplica) -> None:
-        """One step of the replica's loop. Its outputs are seen when the step that yields them is done."""
-        if not replica.is_alive:
+        if replica.is_scheduled or not replica.is_alive or not replica.core.has_work:
             return
+        group = self._group_of(replica)
+        begin = max(self._clock.now, *(each.clock.now for each in group))
+        if len(group) == 1:
+            replica.is_scheduled = True
+            self._at(begin, lambda: self._step([replica]))
+        elif not any(each.is_scheduled for each in group):  # else the next round takes it in
+            for each in group:
+                each.is_scheduled = True
+            self._at(begin, lambda: self._step(group))
+
+    def _group_of(self, replica: SimulatedReplica) -> list[SimulatedReplica]:
+        """The replicas that step together."""
+        size = self.options.lockstep
+        first = replica.number - replica.number % size
+        return self.replicas[first : first + size]
+
+    def _step(self, group: Sequence[SimulatedReplica]) -> None:
+        """One step of every replica of the group that has work. What they yield is seen when the last is done."""
+        for replica in group:
+            replica.clock.now = max(replica.clock.now, self._clock.now)
+        stepped = [(replica, self._advance(replica)) for replica in group if replica.is_alive and replica.core.has_work]
+        end = max((replica.clock.now for replica, _ in stepped), default=self._clock.now)
+        free = max(replica.device.free_at for replica in group)
+
+        def done() -> None:
+            for replica in group:
+                replica.is_scheduled = False
+            for replica, outputs in stepped:
+                if replica.is_alive:  # else it died during the step
+                    self._take(replica, outputs)
+            for replica in group:
+                self._schedule(replica)
+
+        if len(group) > 1:
+            for replica in group:
+                replica.clock.now, replica.device.free_at = end, free
+        self._at(end, done)
+
+    def _advance(self, replica: SimulatedReplica) -> StepOutputs:
+        """One step of the replica's loop. Sets its clock to the end."""
         before = replica.clock.now
         outputs = replica.core.step()
         replica.steps += 1
@@ -321,14 +396,7 @@ class Fleet:
             raise RuntimeError(
                 f"replica {replica.name} makes no progress: {replica.core.scheduler.unfinished} unfinished"
             )
-
-        def done() -> None:
-            replica.is_scheduled = False
-            if replica.is_alive:  # else it died during the step
-                self._take(replica, outputs)
-                self._schedule(replica)
-
-        self._at(replica.clock.now, done)
+        return outputs
 
     def _take(self, replica: SimulatedReplica, outputs: StepOutputs) -> None:
         now, result, requests = self._clock.now, self.result, replica.open
@@ -369,4 +437,5 @@ class Fleet:
             self._at(self._clock.now + pause, lambda: self._arrive(conversation))
 
 
+_NOTHING = memoryview(b"")
 _PARAMS = SamplingParams(max_tokens=None, ignore_eos=True)
