@@ -40,6 +40,8 @@ EXAMPLES = """
 """
 MOST_REPLICAS = 4096
 """Largest fleet that --goal tries."""
+SLOWEST = 20
+"""Requests whose timelines are written."""
 HOST_RATE, DISK_RATE = 50e9, 2e9
 """Bytes a second, if neither the user nor the cost model says."""
 SWEPT: dict[str, type] = {
@@ -125,6 +127,8 @@ def configure(parser: Parser) -> None:
     ask.add_argument("--dollars-per-hour", type=float, metavar="D", help="of a replica: adds the cost")
     ask.add_argument("--output-json", type=output_file, metavar="FILE", help="write all figures")
     ask.add_argument("--timeline", type=output_file, metavar="FILE", help="write the steps as a trace for Perfetto")
+    ask.add_argument("--request-timelines", type=output_file, metavar="FILE",
+                     help=f"write the {SLOWEST} slowest requests as the page's timelines")  # fmt: skip
     ask.add_argument("--plot", type=output_file, metavar="FILE", help="write latencies and throughput as an SVG")
     add_common(parser)
 
@@ -139,8 +143,8 @@ def run(args: argparse.Namespace) -> int:
     options = _options(args, costs)
     if args.goal and args.sweep:
         raise ValidationError("--goal and --sweep are two questions: ask one at a time")
-    if (args.timeline or args.plot) and (args.goal or args.sweep):
-        raise ValidationError("--timeline and --plot show one run: leave out --goal and --sweep")
+    if (args.timeline or args.plot or args.request_timelines) and (args.goal or args.sweep):
+        raise ValidationError("--timeline, --request-timelines and --plot show one run: leave out --goal and --sweep")
     if args.goal:
         found = _smallest_fleet(args, costs, options, load, read_goal(args.goal))
     elif args.sweep:
@@ -276,10 +280,13 @@ def _simulate(
     args: argparse.Namespace, costs: CostModel, options: FleetOptions, load: Sequence[Conversation]
 ) -> SimulationResult:
     from quire.simulation.fleet import Fleet
-    from quire.simulation.timeline import Timeline
+    from quire.simulation.timeline import SlowestRequests, Timeline
 
     timeline = Timeline() if args.timeline else None
-    result = Fleet(costs, options, timeline.note if timeline else None).run(load, args.seed)
+    slowest = SlowestRequests(SLOWEST) if args.request_timelines else None
+    result = Fleet(costs, options, timeline.note if timeline else None, slowest).run(load, args.seed)
+    if slowest is not None:
+        slowest.write(args.request_timelines)
     if timeline is not None:
         timeline.write(args.timeline)
     return result

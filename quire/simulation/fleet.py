@@ -36,11 +36,13 @@ from quire.scheduler.pacing import STREAM_STRETCH, Pacer
 from quire.scheduler.policies.registry import make_policy
 from quire.scheduler.prefix_groups import PrefixGroups
 from quire.scheduler.scheduler import Scheduler
+from quire.scheduler.timelines import Timelines
 from quire.simulation.costs import CostModel
 from quire.simulation.device import TOKEN, DraftModel, HostLink, SimulatedDevice, SimulatedStep, VirtualClock
 from quire.simulation.disk import SimulatedIO, SimulatedStore
 from quire.simulation.load import Conversation, OpenConversation, adapter_uses
 from quire.simulation.measurements import SimulationResult
+from quire.simulation.timeline import SlowestRequests
 
 REPORT_STEPS = 32
 """Steps between reports of a request's progress to the router, as in a real front."""
@@ -135,8 +137,9 @@ class Fleet:
         costs: CostModel,
         options: FleetOptions = FleetOptions(),
         on_step: Callable[[int, SimulatedStep], object] | None = None,
+        slowest: SlowestRequests | None = None,
     ) -> None:
-        """`on_step`: called for every step of every replica."""
+        """`on_step`: called for every step of every replica. `slowest`: gets the timelines of some requests."""
         if options.replicas < 1:
             raise ValidationError(f"a fleet needs at least one replica, got {options.replicas}")
         if any(not 0 <= number < options.replicas for number, _ in options.kills):
@@ -167,6 +170,7 @@ class Fleet:
         self._keys = ContentKeys(costs.block_size, b"simulation")
         self._clock = VirtualClock()
         self._on_step = on_step
+        self._slowest = slowest
         self._router = Router(costs.block_size, make_routing_policy(options.routing_policy), clock=self._clock)
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
@@ -244,6 +248,8 @@ class Fleet:
         device = SimulatedDevice(
             costs, self.rows, clock, note, options.drafts, options.link, options.adapter_seconds, options.image_seconds
         )
+        if self._slowest is not None:
+            scheduler.requests.timelines = Timelines(clock)
         core = EngineCore(scheduler, device, costs.pipeline_depth, log_stats=False)
         self._router.add(str(number), self.num_blocks, self.rows, adapter_slots=options.adapter_slots)
         return SimulatedReplica(number, clock, core, device, tiers)
@@ -431,6 +437,9 @@ class Fleet:
             source.tenant, len(source.prompt), request.generated, request.arrival, request.first + front,
             request.last + front, request.retries, reason,
         )  # fmt: skip
+        if self._slowest is not None:
+            timelines = replica.core.scheduler.requests.timelines
+            self._slowest.note(request.last - request.arrival, lambda: timelines.of(source.id))
         pause = request.conversation.end_turn([TOKEN] * request.generated)
         if pause is not None:
             conversation = request.conversation

@@ -19,6 +19,7 @@ from quire.simulation.device import SimulatedStep
 from quire.simulation.fleet import Fleet, FleetOptions
 from quire.simulation.load import Conversation, LoadOptions, OpenConversation, Turn, draw_load
 from quire.simulation.measurements import LogHistogram, SimulationResult
+from quire.simulation.timeline import SlowestRequests
 
 FLAT = CostModel(
     "flat", "by hand", [(1, 0.01), (64, 0.01), (128, 0.02)], context_seconds=1e-6, pair_seconds=1e-7,
@@ -115,6 +116,18 @@ def test_requests_of_a_replica_that_dies_go_on_elsewhere() -> None:
     assert result.duration > undisturbed.duration
     alone = simulate(load, FleetOptions(kills=((0, 0.4),), restart_seconds=5.0))
     assert alone.completed == 30 and alone.duration > 5.0
+
+
+def test_the_slowest_requests_have_timelines() -> None:
+    load = [single(40, 4, at=5.0 * i) for i in range(6)] + [single(100, 30, at=50.0), single(30, 20, at=60.0)]
+    slowest = SlowestRequests(2)
+    Fleet(FLAT, UNPACED, slowest=slowest).run(load)
+    longest, second = slowest.timelines
+    assert (longest.prompt_tokens, second.prompt_tokens, longest.arrival) == (100, 30, 50.0)
+    assert [step.computed for step in longest.steps] == [64, 36, *[1] * 29]
+    assert longest.steps[0].start == pytest.approx(50.0) and longest.is_whole and longest.finish_reason == "length"
+    expected = FLAT.seconds(StepWork(0, 64, 0, 64 * 65 // 2))
+    assert longest.steps[0].end == pytest.approx(50.0 + expected)
 
 
 def test_a_tight_cache_preempts_and_everything_finishes() -> None:
