@@ -77,6 +77,7 @@ def configure(parser: Parser) -> None:
         "--num-images", type=size, default=0, metavar="N", help="different images (default: no two alike)"
     )
     load.add_argument("--trace", metavar="FILE", help="requests of a trace (Mooncake's format) instead of these")
+    load.add_argument("--trace-time-unit", choices=("ms", "s"), default="ms", help="unit of its timestamps (ms)")
     load.add_argument("--trace-speed", type=float, default=1.0, metavar="X", help="replay it X times as fast")
     load.add_argument("--seed", type=int, default=0, metavar="N")
     fleet = parser.add_argument_group("fleet")
@@ -177,7 +178,7 @@ def _read_load(args: argparse.Namespace) -> list[Conversation]:
     if args.trace and args.images:
         raise ValidationError("a trace has its images itself, in the field `images`: leave out --images")
     if args.trace:
-        return read_trace(args.trace, args.num_prompts, args.trace_speed)
+        return read_trace(args.trace, args.num_prompts, args.trace_speed, {"ms": 1e-3, "s": 1.0}[args.trace_time_unit])
     options = LoadOptions(
         args.input_len, args.output_len, args.range_ratio, args.prefix_len, args.num_prefixes, args.turns, args.pause,
         args.tenants, args.seed, args.adapters, args.adapter_skew, args.images, args.image_tokens, args.num_images,
@@ -411,7 +412,7 @@ def _smallest_fleet(
     low, high = 0, options.replicas
     while not keeps(high):
         low, high = high, 2 * high
-        if high > MOST_REPLICAS:
+        if high > MOST_REPLICAS or low >= len(load):  # each conversation has had a replica of its own
             raise ValidationError(
                 f"{low} replicas do not keep these limits: a single request may already be slower, or the cost model "
                 "is that of another device"

@@ -17,6 +17,10 @@ from quire.messages.media import IMAGE, MediaItem, Span
 
 VOCABULARY = 30_000
 """Token ids are drawn below this."""
+TEXT_BLOCK = 16
+"""Tokens of a trace's text that two lines share together, or not at all."""
+CHARACTERS_PER_TOKEN = 4
+"""Of such a text, about."""
 PLACEHOLDER = 5
 """Token id where an image is."""
 TRACE_BLOCK = 512
@@ -151,32 +155,60 @@ def draw_load(options: LoadOptions, times: Sequence[float]) -> list[Conversation
     return found
 
 
-def read_trace(path: str, count: int | None = None, speed: float = 1.0) -> list[Conversation]:
-    """A trace as `quire bench serve --trace` reads it: `timestamp` in milliseconds, `input_length`, `output_length`,
-    and Mooncake's `hash_ids`, whose blocks are shared by all lines that name them; also `tenant`, `adapter`, and
-    `images`: for each image its tokens, which `input_length` does not count, or [name, tokens] if it may come again."""
+def read_trace(path: str, count: int | None = None, speed: float = 1.0, unit: float = 1e-3) -> list[Conversation]:
+    """A trace as `quire bench serve --trace` reads it: `timestamp` in units of `unit` seconds, `input_length`,
+    `output_length`, and Mooncake's `hash_ids`, whose blocks are shared by all lines that name them; or a `prompt` or
+    `messages`, whose text is shared as far as it is the same. Also `tenant`, `adapter`, and `images`: for each image
+    its tokens, which `input_length` does not count, or [name, tokens] if it may come again."""
     if not speed > 0:
         raise ValidationError(f"--trace-speed must be above 0, got {speed:g}")
     found = []
     for where, line in json_lines(path):
-        numbers = [_number(line, name, where) for name in ("timestamp", "input_length", "output_length")]
-        at, tokens, output = numbers[0], int(numbers[1]), int(numbers[2])
+        at, output = _number(line, "timestamp", where), int(_number(line, "output_length", where))
+        prompt = line.get("messages", line.get("prompt"))
+        prefix, tokens = _lengths(line, where) if prompt is None else _text_blocks(_text(prompt, where))
         if tokens < 1 or output < 1:
             raise ValidationError(f"{where}: input_length and output_length must be at least 1")
-        ids = line.get("hash_ids") or []
-        if not isinstance(ids, list):
-            raise ValidationError(f"{where}: hash_ids must be a list")
-        shared = ids[: (tokens - 1) // TRACE_BLOCK]
-        prefix = tuple((f"block {block}", TRACE_BLOCK) for block in shared)
-        rest = tokens - TRACE_BLOCK * len(shared)
         images = _images(line.get("images") or [], where)
         tenant, adapter = str(line.get("tenant", "")), str(line.get("adapter", ""))
         found.append(
-            Conversation(at / 1000 / speed, (Turn(rest, output, images=images),), prefix, tenant, adapter=adapter)
+            Conversation(at * unit / speed, (Turn(tokens, output, images=images),), prefix, tenant, adapter=adapter)
         )
     found.sort(key=lambda conversation: conversation.at)
     start = found[0].at
     return [replace(each, at=each.at - start) for each in found[:count]]
+
+
+def _lengths(line: dict[str, Any], where: str) -> tuple[tuple[tuple[str, int], ...], int]:
+    """The shared blocks of a line, and its tokens after them."""
+    tokens, ids = int(_number(line, "input_length", where)), line.get("hash_ids") or []
+    if not isinstance(ids, list):
+        raise ValidationError(f"{where}: hash_ids must be a list")
+    shared = ids[: max(0, tokens - 1) // TRACE_BLOCK]
+    return tuple((f"block {block}", TRACE_BLOCK) for block in shared), tokens - TRACE_BLOCK * len(shared)
+
+
+def _text(prompt: Any, where: str) -> str:
+    """The text of a prompt, or of messages."""
+    if isinstance(prompt, str):
+        return prompt
+    texts = []
+    for message in prompt if isinstance(prompt, list) else [None]:
+        if not isinstance(message, dict):
+            raise ValidationError(f"{where}: a prompt is a text, and messages are a list of objects")
+        content = message.get("content") or ""
+        parts = content if isinstance(content, list) else [{"text": content}]
+        texts += [str(part["text"]) for part in parts if isinstance(part, dict) and "text" in part]
+    return " ".join(texts)
+
+
+def _text_blocks(text: str) -> tuple[tuple[tuple[str, int], ...], int]:
+    """A text as blocks that are named by all that is in and before them, and the tokens after these; about."""
+    size, digest, blocks = TEXT_BLOCK * CHARACTERS_PER_TOKEN, hashlib.blake2b(digest_size=16), []
+    for start in range(0, len(text) - size, size):  # at least a character is left
+        digest.update(text[start : start + size].encode())
+        blocks.append((f"text {digest.hexdigest()}", TEXT_BLOCK))
+    return tuple(blocks), max(1, (len(text) - size * len(blocks)) // CHARACTERS_PER_TOKEN)
 
 
 def _images(value: Any, where: str) -> tuple[tuple[str, int], ...]:

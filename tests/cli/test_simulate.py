@@ -87,6 +87,8 @@ def test_bad_input_is_one_line(quire, arguments, said):
         ('{"timestamp": "now", "input_length": 3, "output_length": 1}', "timestamp"),
         ('{"timestamp": 0, "input_length": 0, "output_length": 1}', "at least 1"),
         ('{"timestamp": 0, "input_length": 3, "output_length": 1, "hash_ids": 7}', "hash_ids"),
+        ('{"timestamp": 0, "output_length": 1, "prompt": 7}', "a prompt is a text"),
+        ('{"timestamp": 0, "output_length": 1, "messages": ["hi"]}', "a list of objects"),
         ("nonsense", "not JSON"),
         ("[]", "not a JSON object"),
         ("", "is empty"),

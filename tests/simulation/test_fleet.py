@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +19,7 @@ from quire.messages.plan import StepPlan
 from quire.simulation.costs import CostModel, StepWork
 from quire.simulation.device import SimulatedStep
 from quire.simulation.fleet import Fleet, FleetOptions
-from quire.simulation.load import Conversation, LoadOptions, OpenConversation, Turn, draw_load
+from quire.simulation.load import Conversation, LoadOptions, OpenConversation, Turn, draw_load, read_trace
 from quire.simulation.measurements import LogHistogram, SimulationResult
 from quire.simulation.timeline import SlowestRequests
 
@@ -116,6 +118,18 @@ def test_requests_of_a_replica_that_dies_go_on_elsewhere() -> None:
     assert result.duration > undisturbed.duration
     alone = simulate(load, FleetOptions(kills=((0, 0.4),), restart_seconds=5.0))
     assert alone.completed == 30 and alone.duration > 5.0
+
+
+def test_a_trace_of_texts_shares_what_is_the_same(tmp_path: Path) -> None:
+    system, trace = "You are a careful assistant. " * 10, tmp_path / "trace.jsonl"
+    lines = [{"timestamp": i, "output_length": 4, "prompt": system + 100 * str(i)} for i in range(3)]
+    lines.append({"timestamp": 9, "output_length": 4, "messages": [{"role": "user", "content": system + "x" * 100}]})
+    trace.write_text("\n".join(json.dumps(line) for line in lines))
+    load = read_trace(str(trace), unit=1.0)
+    assert [each.at for each in load] == [0.0, 1.0, 2.0, 9.0]
+    assert [each.length - 4 for each in load] == [(290 + 100) // 4] * 4
+    # 290 characters have four whole blocks of 16 tokens, of four characters each; later lines find them.
+    assert simulate(load).cached_tokens == 3 * 64
 
 
 def test_the_slowest_requests_have_timelines() -> None:
