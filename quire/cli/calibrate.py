@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import time
 
 from quire.cli.engine_flags import add_common, add_engine_flags, engine_settings
 from quire.cli.parser import Parser
@@ -33,6 +34,8 @@ def configure(parser: Parser) -> None:
     parser.add_argument("--tokens", type=positive, default=DEFAULT_TOKENS, metavar="N", help=tokens)
     seconds = f"about how long to measure, without loading the model (default: {DEFAULT_SECONDS:g})"
     parser.add_argument("--seconds", type=positive, default=DEFAULT_SECONDS, metavar="S", help=seconds)
+    cpu_time = "time steps by this process's CPU seconds: for a CPU that others use too, with --threads 1"
+    parser.add_argument("--cpu-time", action="store_true", help=cpu_time)
     add_engine_flags(parser)
     add_common(parser)
 
@@ -49,12 +52,18 @@ def run(args: argparse.Namespace) -> int:
     if settings.get("load_format") == "dummy":
         settings.setdefault("skip_tokenizer_init", True)
     settings.setdefault("swap_space", SWAP_SPACE)
+    clock = time.process_time if args.cpu_time else time.perf_counter
+    if args.cpu_time and (settings.get("device") == "cuda" or settings.get("threads") != 1):
+        raise ValidationError("--cpu-time measures one thread of a CPU: add --threads 1, and leave out GPUs")
     llm = LLM(**settings)
     try:
         info = llm.llm_engine.info
         name = args.name or re.sub(r"[^a-z0-9.]+", "-", f"{info.device}-{info.files.name}".lower())
         source = f"quire calibrate, {info.files.name} on {info.device} in {info.dtype}"
-        model = calibrate(llm, name, source, args.tokens, args.seconds)
+        if args.cpu_time and "cuda" in info.device.lower():
+            raise ValidationError("--cpu-time does not measure a GPU: add --device cpu")
+        source += ", one thread, in CPU seconds" if args.cpu_time else ""
+        model = calibrate(llm, name, source, args.tokens, args.seconds, clock=clock)
     finally:
         llm.shutdown()
     write_profile(args.output, model)

@@ -97,8 +97,11 @@ class StepTimer:
 class Calibration:
     """Runs batches on an engine, and keeps what their steps took."""
 
-    def __init__(self, llm: LLM, tokens: int, seconds: float, say: Callable[[str], Any]) -> None:
+    def __init__(
+        self, llm: LLM, tokens: int, seconds: float, say: Callable[[str], Any], clock: Callable[[], float]
+    ) -> None:
         self._llm = llm
+        self._clock = clock
         self._engine = llm.llm_engine
         self._info = info = llm.llm_engine.info
         self._say = say
@@ -114,7 +117,7 @@ class Calibration:
         timers: list[StepTimer] = []
 
         def wrap(executor: Executor) -> Executor:
-            timers.append(StepTimer(executor, info.max_num_seqs))
+            timers.append(StepTimer(executor, info.max_num_seqs, clock))
             return timers[0]
 
         self._engine.core.wrap_executor(wrap)
@@ -123,7 +126,7 @@ class Calibration:
     def run(self) -> None:
         """Measure everything."""
         for measure, share in zip((self._decodes, self._mixed, self._groups), SHARES, strict=True):
-            self._until = time.perf_counter() + share * self._seconds
+            self._until = self._clock() + share * self._seconds
             self._llm.reset_prefix_cache()
             measure()
 
@@ -179,7 +182,7 @@ class Calibration:
         self._generate([self._prompt(0, 16)], DECODES)  # what is done once
         for rows, context in sorted(itertools.product(counts, CONTEXTS), key=lambda pair: pair[0] * pair[1]):
             new = sum(max(0, context - known[row]) for row in range(rows))
-            begin = time.perf_counter()
+            begin = self._clock()
             late = begin + (new / rate if rate else 0.0) > self._until
             if not self._fits(rows, context) or new > self._left or late:
                 continue
@@ -187,7 +190,7 @@ class Calibration:
             steps = self._generate([self._prompt(row, context) for row in range(rows)], DECODES + 1)
             known[:rows] = (max(context, each) for each in known[:rows])
             if new > 256:
-                rate = new / (time.perf_counter() - begin)
+                rate = new / (self._clock() - begin)
             self._note(steps)
             decode = [took for shape, took in steps if shape.decodes == rows and not shape.prompt_tokens]
             if decode:
@@ -202,7 +205,7 @@ class Calibration:
         info, repeats = self._info, REPEATS
         self._left = min(self._most_tokens, int(CACHE_SHARE * info.cache_tokens))
         counts = [rows for rows in BESIDE if self._fits(rows + 1, BESIDE_CONTEXT)]
-        begin, share = time.perf_counter(), max(0.0, self._until - time.perf_counter()) / max(1, len(counts))
+        begin, share = self._clock(), max(0.0, self._until - self._clock()) / max(1, len(counts))
         for number, rows in enumerate(counts, 1):
             for length in CHUNKS:
                 size = None
@@ -210,7 +213,7 @@ class Calibration:
                     probe = StepWork(rows, length, 0, 0, prompts=1)
                     size = _sized(self.padding).size(probe)[0]
                 warm = CAPTURE_REPEATS if size == "captured_tokens" else 1
-                if time.perf_counter() > begin + number * share or not self._fits(1, length):
+                if self._clock() > begin + number * share or not self._fits(1, length):
                     break
                 longest = min(info.max_num_batched_tokens - rows, LONG_CHUNK if rows else CHUNKS[-1])
                 if length > longest or (warm + repeats) * length > self._left:
@@ -247,7 +250,7 @@ class Calibration:
     def _groups(self) -> None:
         """Decodes whose prompts begin with the same tokens. Without prefix groups on this device these tell nothing."""
         for number, (rows, length) in enumerate(GROUPS):
-            if not self._fits(rows, length + 64) or time.perf_counter() > self._until:
+            if not self._fits(rows, length + 64) or self._clock() > self._until:
                 continue
             shared = self._prompt(5_000 + number, length)
             self._generate([shared], 1)
@@ -267,11 +270,12 @@ def calibrate(
     tokens: int = DEFAULT_TOKENS,
     seconds: float = DEFAULT_SECONDS,
     say: Callable[[str], Any] = print,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> CostModel:
     """Run batches of many shapes on this engine, and fit a cost model to their steps. `tokens`, `seconds`: most prompt
-    tokens of a part of it, and about how long it takes."""
+    tokens of a part of it, and about how long it takes. `clock`: what times steps."""
     info, core = llm.llm_engine.info, llm.llm_engine.core
-    measured = Calibration(llm, tokens, seconds, say)
+    measured = Calibration(llm, tokens, seconds, say, clock)
     with _PowerMeter(llm) as meter:
         measured.run()
     tiers = core.scheduler.tiers
