@@ -58,7 +58,8 @@ def run(args: argparse.Namespace) -> int:
     llm = LLM(**settings)
     try:
         info = llm.llm_engine.info
-        name = args.name or re.sub(r"[^a-z0-9.]+", "-", f"{info.device}-{info.files.name}".lower())
+        made = re.sub(r"[^a-z0-9.]+", "-", f"{info.device}-{info.files.name}".lower())
+        name = args.name or re.sub(r"^(nvidia|amd|intel)-", "", made)
         source = f"quire calibrate, {info.files.name} on {info.device} in {info.dtype}"
         if args.cpu_time and "cuda" in info.device.lower():
             raise ValidationError("--cpu-time does not measure a GPU: add --device cpu")

@@ -300,16 +300,21 @@ def captured_sizes(llm: LLM) -> StepPadding | None:
     """What steps of this engine are padded to; None: it does not capture any."""
     config, info = llm.llm_engine.config, llm.llm_engine.info
     is_cuda = executor_backend(config).choose_platform(config).device.type == "cuda"
-    if not is_cuda or config.enforce_eager:
-        return None
+    return (
+        step_padding(info.max_num_seqs, info.max_num_batched_tokens) if is_cuda and not config.enforce_eager else None
+    )
+
+
+def step_padding(rows: int, tokens: int) -> StepPadding:
+    """What captured steps are padded to on an engine of so many rows, and tokens in a step."""
     from quire.worker import mixed_steps
     from quire.worker.cuda_graphs import capture_sizes
 
-    rows, most = info.max_num_seqs, mixed_steps.PROMPTS
+    most = mixed_steps.PROMPTS
     return StepPadding(
         decodes=capture_sizes(min(rows, 1024)),
         mixed_decodes=[size for size in mixed_steps.DECODES if size + most <= rows],
-        mixed_tokens=[size for size in mixed_steps.TOKENS if size <= info.max_num_batched_tokens],
+        mixed_tokens=[size for size in mixed_steps.TOKENS if size <= tokens],
         prompts=most,
     )
 
