@@ -171,6 +171,10 @@ def _read_load(args: argparse.Namespace) -> list[Conversation]:
 
     if not 0 <= args.range_ratio <= 1:
         raise ValidationError(f"--range-ratio must be from 0 to 1, got {args.range_ratio:g}")
+    if not 0 <= args.pause < math.inf:
+        raise ValidationError(f"--pause must be at least 0, got {args.pause:g}")
+    if args.seed < 0:
+        raise ValidationError(f"--seed must be at least 0, got {args.seed}")
     if not 0 <= args.adapter_skew <= 100:
         raise ValidationError(f"--adapter-skew must be from 0 to 100, got {args.adapter_skew:g}")
     if args.trace and args.adapters:
@@ -193,9 +197,11 @@ def _costs(args: argparse.Namespace, costs: CostModel) -> CostModel:
 
     from quire.simulation.ranks import RankConnection, over_ranks, share_experts
 
-    rates = (args.rank_gbps, 1.0 if args.host_gbps is None else args.host_gbps)
-    if not (min(*rates, 1.0 if args.disk_gbps is None else args.disk_gbps) > 0 and args.rank_latency_us >= 0):
+    rates = [rate for rate in (args.rank_gbps, args.host_gbps, args.disk_gbps) if rate is not None]
+    if not all(rate > 0 for rate in rates) or not args.rank_latency_us >= 0:
         raise ValidationError("--rank-gbps, --host-gbps and --disk-gbps must be above 0, --rank-latency-us at least 0")
+    if args.dollars_per_hour is not None and not 0 <= args.dollars_per_hour < math.inf:
+        raise ValidationError(f"--dollars-per-hour must be at least 0, got {args.dollars_per_hour:g}")
     if args.watts is not None and not 0 < args.watts < math.inf:
         raise ValidationError(f"--watts must be above 0, got {args.watts:g}")
     if args.watts is not None:
@@ -272,9 +278,12 @@ def _options(args: argparse.Namespace, costs: CostModel) -> FleetOptions:
 def _read_kill(text: str) -> tuple[int, float]:
     number, _, second = text.partition("@")
     try:
-        return int(number), float(second)
+        victim, at = int(number), float(second)
     except ValueError:
-        raise ValidationError(f"--kill takes a replica and a second, such as 2@100; got {text!r}") from None
+        victim, at = -1, -1.0
+    if victim < 0 or not 0 <= at < math.inf:
+        raise ValidationError(f"--kill takes a replica and a second, such as 2@100; got {text!r}")
+    return victim, at
 
 
 def _simulate(
@@ -365,6 +374,8 @@ def _read_sweep(words: Sequence[str]) -> dict[str, list[Any]]:
             ) from None
         if SWEPT[name] is not str and not min(found[name]) > 0:
             raise ValidationError(f"--sweep {name}: values must be above 0, got {values!r}")
+        if name == "max_step_stretch" and not min(found[name]) >= 1:
+            raise ValidationError(f"--sweep {name}: values must be at least 1, got {values!r}")
     return found
 
 

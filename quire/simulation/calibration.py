@@ -30,12 +30,12 @@ DECODES = 12
 CONTEXTS = (16, 256, 1024, 4096, 8192)
 """Prompt lengths of the batches."""
 ROWS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
-CHUNKS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
+CHUNKS = (4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 """Prompt lengths beside decodes…"""
 LONG_CHUNK = 1024
 """…of which longer ones are measured without decodes only."""
-BESIDE = (0, 8, 32, 64, 128, 256)
-"""Decodes beside prompts…"""
+BESIDE = (0, 2, 4, 8, 16, 32, 64, 128, 256)
+"""Decodes beside prompts, unless captured steps have their own sizes…"""
 BESIDE_CONTEXT = 128
 """…and how long their prompts were."""
 REPEATS = 3
@@ -204,10 +204,12 @@ class Calibration:
         """Prompts of many lengths beside numbers of decodes, one at a time."""
         info, repeats = self._info, REPEATS
         self._left = min(self._most_tokens, int(CACHE_SHARE * info.cache_tokens))
-        counts = [rows for rows in BESIDE if self._fits(rows + 1, BESIDE_CONTEXT)]
+        sizes = BESIDE if self.padding is None else self.padding.mixed_decodes
+        counts = [rows for rows in sizes if self._fits(rows + 1, BESIDE_CONTEXT)]
+        smallest = 0 if self.padding is None else min(self.padding.mixed_tokens, default=0)
         begin, share = self._clock(), max(0.0, self._until - self._clock()) / max(1, len(counts))
         for number, rows in enumerate(counts, 1):
-            for length in CHUNKS:
+            for length in (length for length in CHUNKS if length >= smallest):
                 size = None
                 if self.padding is not None:
                     probe = StepWork(rows, length, 0, 0, prompts=1)

@@ -1,6 +1,6 @@
 """How long a step takes on a device, as a function of what it computes: the cost model, its file, and its fit.
 
-    seconds = line(n) + (context - shared) · c + shared · s + pairs · p
+    seconds = line(n) + (context - shared) · c + shared · s + pairs · p + (rows · r, if it computes prompt tokens)
 
 `line` is a broken line over the step's tokens: flat while the weights' bytes are the limit, rising where arithmetic is.
 Steps of decodes alone have one, steps with prompts another, and those of them that run as a captured graph a third.
@@ -88,6 +88,8 @@ class CostModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """…and those of them that run as a captured graph."""
     padding: StepPadding | None = None
     """None: no step is padded, or captured."""
+    row_seconds: float = 0.0
+    """Per row of a step with prompts, decodes too: attention takes each for itself."""
     shared_seconds: float | None = None
     """Per token of context that a prefix group saves from being read; None: as if it were read."""
     num_blocks: int = 10_000
@@ -134,6 +136,8 @@ class CostModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         line: Line | None = getattr(self, kind)
         total = self.prompt_seconds if shape.prompt_tokens and kind == DECODE_LINE else 0.0
         total += line_seconds(self.tokens if line is None else line, size)
+        if shape.prompt_tokens:
+            total += self.row_seconds * (shape.decodes + shape.prompts)
         shared = 0 if self.shared_seconds is None else shape.shared
         if shared:
             total += (self.shared_seconds or 0.0) * shared
@@ -213,7 +217,8 @@ def _check(model: CostModel, name: str) -> None:
                 f"{name}: `tokens` must be pairs of (tokens, seconds), with tokens rising from 1 or more"
             )
     seconds = [value for line in lines for _, value in line]
-    prices = (model.context_seconds, model.pair_seconds, model.prompt_seconds, model.shared_seconds or 0.0)
+    prices = [model.context_seconds, model.pair_seconds, model.prompt_seconds, model.row_seconds]
+    prices.append(model.shared_seconds or 0.0)
     if min(*seconds, *prices, model.front_seconds, model.hop_seconds) < 0 or max(seconds) <= 0:
         raise ValidationError(f"{name}: seconds must not be negative")
     if min(model.num_blocks, model.block_size, model.max_num_seqs, model.max_num_batched_tokens) < 1:
@@ -249,13 +254,14 @@ def fit(model: CostModel, shapes: Sequence[StepWork], seconds: Sequence[float]) 
         values = np.cumsum(found[start : start + len(knots[line])]).tolist()
         start += len(values)
         lines[line] = list(zip(knots[line], values, strict=True)) or None
-    prompt, context, pair, shared = found[start:].tolist()
+    prompt, context, pair, shared, row = found[start:].tolist()
     fitted = msgspec.structs.replace(
         model,
         **{**lines, "tokens": lines[DECODE_LINE] or lines[PROMPT_LINE] or lines[CAPTURED_LINE]},
         prompt_seconds=prompt,
         context_seconds=context,
         pair_seconds=pair,
+        row_seconds=row,
         shared_seconds=shared if any(shape.shared for shape in shapes) else None,
     )
     errors = [abs(fitted.seconds(shape) / took - 1) for shape, took in zip(shapes, seconds, strict=True)]
@@ -272,7 +278,7 @@ def _knots(sizes: Sequence[int]) -> list[int]:
 
 
 def _features(shape: StepWork, place: tuple[str, int], knots: dict[str, list[int]], has_one_line: bool) -> list[float]:
-    """What each parameter is multiplied with: increments of the lines at their knots, then the other four."""
+    """What each parameter is multiplied with: increments of the lines at their knots, then the other five."""
     kind, size = place
     rises: list[float] = []
     for line in LINES:
@@ -282,7 +288,8 @@ def _features(shape: StepWork, place: tuple[str, int], knots: dict[str, list[int
         else:
             rises += [0.0] * len(knots[line])
     is_prompt = float(has_one_line and shape.prompt_tokens > 0)
-    return [*rises, is_prompt, shape.context - shape.shared, shape.pairs, shape.shared]
+    rows = shape.decodes + shape.prompts if shape.prompt_tokens else 0
+    return [*rises, is_prompt, shape.context - shape.shared, shape.pairs, shape.shared, rows]
 
 
 def _least_squares(columns: NDArray[np.float64], target: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -50,6 +50,10 @@ MOST_EMPTY_STEPS = 1000
 """Steps in a row that compute nothing and take no time: more would mean that the engine waits for nothing."""
 
 
+MOST_ROWS, MOST_BLOCKS = 1 << 16, 1 << 26
+"""Of a replica: larger ones would take the memory of this machine."""
+
+
 @dataclass(frozen=True)
 class FleetOptions:
     """The replicas, and their settings; None: what the cost model or the engine has."""
@@ -146,6 +150,8 @@ class Fleet:
             raise ValidationError(f"--kill names a replica that is not among the {options.replicas}")
         if options.host_blocks and options.link is None:
             raise ValidationError("host memory needs a link to it: how fast blocks are moved")
+        if not 0 <= options.restart_seconds < math.inf:
+            raise ValidationError(f"a replica is back after at least 0 seconds, got {options.restart_seconds:g}")
         if options.disk_blocks and not options.host_blocks:
             raise ValidationError("blocks reach the disk through host memory: give some host blocks too")
         if not options.disk_rate > 0 or not 0 <= options.image_seconds < math.inf or options.encoder_rows < 1:
@@ -167,6 +173,16 @@ class Fleet:
         self.rows = options.max_num_seqs or costs.max_num_seqs
         self.budget = options.max_num_batched_tokens or max(costs.max_num_batched_tokens, self.rows)
         self.num_blocks = options.num_blocks or costs.num_blocks
+        if self.rows > MOST_ROWS or max(self.num_blocks, options.host_blocks) > MOST_BLOCKS:
+            raise ValidationError(
+                f"a replica of {self.rows} rows, {self.num_blocks} blocks and {options.host_blocks} in host memory is "
+                f"more than is simulated: {MOST_ROWS} rows, {MOST_BLOCKS} blocks"
+            )
+        if self.budget < self.rows:
+            raise ValidationError(
+                f"a step of {self.budget} tokens has no room for {self.rows} rows: raise max_num_batched_tokens, or "
+                "lower max_num_seqs"
+            )
         self._keys = ContentKeys(costs.block_size, b"simulation")
         self._clock = VirtualClock()
         self._on_step = on_step

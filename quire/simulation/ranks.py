@@ -45,6 +45,8 @@ def over_ranks(costs: CostModel, tensor: int, stages: int, link: RankConnection 
         raise ValidationError(f"{costs.name} is a model of several ranks already")
     layers, width = _known(costs, "layers"), _known(costs, "hidden_size")
     weights, token_bytes = _known(costs, "weight_bytes"), _known(costs, "kv_bytes_per_token")
+    if width % tensor:
+        raise ValidationError(f"{tensor} tensor-parallel ranks cannot divide a hidden size of {width} evenly")
     if stages > layers:
         raise ValidationError(f"{layers} layers cannot fill {stages} pipeline stages")
 
@@ -70,6 +72,7 @@ def over_ranks(costs: CostModel, tensor: int, stages: int, link: RankConnection 
         shared_seconds=None if costs.shared_seconds is None else costs.shared_seconds / tensor,
         context_seconds=costs.context_seconds / tensor,
         pair_seconds=costs.pair_seconds / tensor,
+        row_seconds=costs.row_seconds / tensor,
         num_blocks=blocks,
         error=None,
         watts=None if costs.watts is None else costs.watts * ranks,

@@ -157,6 +157,17 @@ def test_replicas_that_share_experts_step_together() -> None:
         (["--images", "1", "--trace", "any"], "leave out --images"),
         (["--image-seconds", "-1"], "seconds of an image"),
         (["--watts", "0"], "--watts"),
+        (["--host-gbps", "nan"], "above 0"),
+        (["--tensor-parallel-size", "3"], "cannot divide a hidden size of 4096"),
+        (["--kill", "0@-5"], "2@100"),
+        (["--kill", "0@nan"], "2@100"),
+        (["--restart-seconds", "nan"], "at least 0"),
+        (["--pause", "-1"], "--pause"),
+        (["--seed", "-1"], "--seed"),
+        (["--dollars-per-hour", "-1"], "--dollars-per-hour"),
+        (["--max-num-seqs", "100000"], "65536 rows"),
+        (["--max-num-batched-tokens", "10"], "no room for 256 rows"),
+        (["--sweep", "max_step_stretch=0.5,2"], "at least 1"),
     ],
 )
 def test_bad_settings_are_refused(capsys: pytest.CaptureFixture[str], flags: list[str], said: str) -> None:
