@@ -31,7 +31,7 @@ EXAMPLES = """
   quire simulate --request-rate 12 --num-prompts 2000 --input-len 512 --output-len 256
   quire simulate --replicas 4 --turns 6 --prefix-len 2K --num-prefixes 20 --request-rate 4
   quire simulate --request-rate 40 --goal ttft_p99:500,tpot_p99:50
-  quire simulate --request-rate 20 --sweep max_num_seqs=64,128,256 --sweep max_step_stretch=1.3,1.7,inf
+  quire simulate --request-rate 20 --sweep max_num_seqs=64,128,256 --sweep max_step_stretch=1.3,1.7,inf --best ttft_p99
   quire simulate --trace conversation_trace.jsonl --replicas 8 --kill 2@100
   quire simulate --request-rate 2 --acceptance 0.8,0.7,0.6 --draft-seconds 0.0003
   quire simulate --request-rate 20 --replicas 4 --adapters 100 --adapter-skew 1.2 --max-loras 8
@@ -124,6 +124,8 @@ def configure(parser: Parser) -> None:
     ask = parser.add_argument_group("questions")
     ask.add_argument("--sweep", action="append", default=[], metavar="SETTING=V,V,…",
                      help=f"run every combination; settings: {', '.join(SWEPT)}")  # fmt: skip
+    ask.add_argument("--best", default="throughput", metavar="METRIC",
+                     help="what --sweep looks for: throughput, or the lowest of, for example, ttft_p99")  # fmt: skip
     ask.add_argument("--goal", metavar="LIMITS", help="smallest fleet with, for example, ttft_p99:500,tpot_p99:50 (ms)")
     ask.add_argument("--dollars-per-hour", type=float, metavar="D", help="of a replica: adds the cost")
     ask.add_argument("--output-json", type=output_file, metavar="FILE", help="write all figures")
@@ -379,17 +381,32 @@ def _read_sweep(words: Sequence[str]) -> dict[str, list[Any]]:
     return found
 
 
+def _read_best(text: str) -> str | None:
+    """The name of a latency among the figures; None: throughput."""
+    from quire.simulation.measurements import METRICS, PERCENTILES
+
+    names = {f"{metric}_p{percent}": f"p{percent}_{metric}_ms" for metric in METRICS for percent in PERCENTILES}
+    if text != "throughput" and text not in names:
+        raise ValidationError(f"--best is throughput or one of {', '.join(names)}; got {text!r}")
+    return names.get(text)
+
+
 def _sweep(
     args: argparse.Namespace, costs: CostModel, options: FleetOptions, load: Sequence[Conversation]
 ) -> dict[str, Any]:
-    """Every combination; the best has the most output tokens a second, of equals the lowest p99 of the first token."""
+    """Every combination. The best has the most output tokens a second, of equals the lowest p99 of the first token, or
+    the lowest of the latency that --best names, of equals the most tokens."""
+    metric = _read_best(args.best)
     swept = _read_sweep(args.sweep)
     runs = []
     for values in itertools.product(*swept.values()):
         settings = dict(zip(swept, values, strict=True))
         result = _simulate(args, costs, replace(options, **settings), load)
         runs.append({"settings": settings, **_figures(args, result)})
-    best = max(runs, key=lambda each: (round(each["output_throughput"], 1), -each["p99_ttft_ms"]))
+    if metric is None:
+        best = max(runs, key=lambda each: (round(each["output_throughput"], 1), -each["p99_ttft_ms"]))
+    else:
+        best = min(runs, key=lambda each: (round(each[metric], 2), -each["output_throughput"]))
     names = "  ".join(f"{name:>{max(12, len(name))}}" for name in swept)
     print(f"{names}  {'out tok/s':>10}  {'ttft p50':>9}  {'ttft p99':>9}  {'tpot p50':>9}  {'tpot p99':>9}")
     for each in runs:

@@ -66,6 +66,7 @@ def test_a_trace_with_shared_blocks(quire, tmp_path):
         (["--sweep", "speed=1"], "max_num_seqs"),
         (["--sweep", "max_num_seqs=a"], "int"),
         (["--sweep", "replicas=0"], "above 0"),
+        (["--sweep", "replicas=1", "--best", "luck"], "ttft_p99"),
         (["--input-len", "900000"], "holds"),
         (["--scheduling-policy", "nonsense"], "nonsense"),
         (["--request-rate", "0"], "above 0"),
