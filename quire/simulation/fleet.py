@@ -425,16 +425,21 @@ class Fleet:
         for started in outputs.started:
             result.cached_tokens += started.num_cached
         result.preemptions += len(outputs.preempted)
+        gaps: dict[float, int] = {}
+        """Most rows had their last token at the same time."""
         for i, (key, _) in enumerate(outputs.keys):
             request, count = requests[key], 1 if outputs.counts is None else outputs.counts[i]
             if request.generated:
-                result.gaps.add(now - request.last)
+                gap = now - request.last
+                gaps[gap] = gaps.get(gap, 0) + 1
             else:
                 request.first = now
                 assert request.opened is not None
                 self._router.progress(request.opened, 1)
             request.generated += count
             request.last = now
+        for gap, count in gaps.items():
+            result.gaps.add(gap, count)
         if replica.steps % REPORT_STEPS == 0 and self.options.replicas > 1:
             for request in requests.values():
                 if request.generated and request.opened is not None:

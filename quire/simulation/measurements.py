@@ -27,11 +27,11 @@ class LogHistogram:
         self.count = 0
         self._total = 0.0
 
-    def add(self, seconds: float) -> None:
-        """One more value."""
-        self._counts[int(math.log(max(seconds, LEAST_SECONDS) / LEAST_SECONDS, RESOLUTION))] += 1
-        self.count += 1
-        self._total += seconds
+    def add(self, seconds: float, count: int = 1) -> None:
+        """One more value, or so many equal ones."""
+        self._counts[int(math.log(max(seconds, LEAST_SECONDS) / LEAST_SECONDS, RESOLUTION))] += count
+        self.count += count
+        self._total += count * seconds
 
     @property
     def mean(self) -> float:
