@@ -31,18 +31,23 @@ EXAMPLES = """
   quire simulate --request-rate 12 --num-prompts 2000 --input-len 512 --output-len 256
   quire simulate --replicas 4 --turns 6 --prefix-len 2K --num-prefixes 20 --request-rate 4
   quire simulate --request-rate 40 --goal ttft_p99:500,tpot_p99:50
-  quire simulate --request-rate 20 --sweep max_num_seqs=64,128,256 --sweep max_step_stretch=1.3,1.7,inf
+  quire simulate --request-rate 20 --sweep max_num_seqs=64,128,256 --sweep max_step_stretch=1.3,1.7,inf --best ttft_p99
   quire simulate --trace conversation_trace.jsonl --replicas 8 --kill 2@100
   quire simulate --request-rate 2 --acceptance 0.8,0.7,0.6 --draft-seconds 0.0003
   quire simulate --request-rate 20 --replicas 4 --adapters 100 --adapter-skew 1.2 --max-loras 8
-  quire simulate --turns 8 --pause 30 --host-blocks 200K --tensor-parallel-size 2
+  quire simulate --turns 8 --pause 30 --host-blocks 200K --disk-blocks 2M --tensor-parallel-size 2
+  quire simulate --request-rate 4 --images 2 --image-tokens 1K --num-images 500
 """
 MOST_REPLICAS = 4096
 """Largest fleet that --goal tries."""
+SLOWEST = 20
+"""Requests whose timelines are written."""
+HOST_RATE, DISK_RATE = 50e9, 2e9
+"""Bytes a second, if neither the user nor the cost model says."""
 SWEPT: dict[str, type] = {
     "max_num_seqs": int, "max_num_batched_tokens": int, "num_blocks": int, "replicas": int, "concurrency": int,
     "scheduling_policy": str, "routing_policy": str, "max_step_stretch": float, "host_blocks": int,
-    "adapter_slots": int, "adapter_seconds": float,
+    "adapter_slots": int, "adapter_seconds": float, "disk_blocks": int, "encoder_rows": int,
 }  # fmt: skip
 
 
@@ -66,7 +71,13 @@ def configure(parser: Parser) -> None:
     load.add_argument("--adapters", type=size, default=0, metavar="N", help="LoRA adapters that requests name (none)")
     load.add_argument("--adapter-skew", type=float, default=1.0, metavar="X",
                       help="the k-th adapter is named in proportion to 1 / k^X (default: 1)")  # fmt: skip
+    load.add_argument("--images", type=positive, default=0, metavar="N", help="images of a turn (none)")
+    load.add_argument("--image-tokens", type=size, default=576, metavar="N", help="tokens of an image (576)")
+    load.add_argument(
+        "--num-images", type=size, default=0, metavar="N", help="different images (default: no two alike)"
+    )
     load.add_argument("--trace", metavar="FILE", help="requests of a trace (Mooncake's format) instead of these")
+    load.add_argument("--trace-time-unit", choices=("ms", "s"), default="ms", help="unit of its timestamps (ms)")
     load.add_argument("--trace-speed", type=float, default=1.0, metavar="X", help="replay it X times as fast")
     load.add_argument("--seed", type=int, default=0, metavar="N")
     fleet = parser.add_argument_group("fleet")
@@ -89,7 +100,18 @@ def configure(parser: Parser) -> None:
     fleet.add_argument("--rank-latency-us", type=float, default=8.0, metavar="US", help="of an all-reduce or hop (8)")
     fleet.add_argument("--rank-gbps", type=float, default=400.0, metavar="GB", help="GB/s between ranks (400)")
     fleet.add_argument("--host-blocks", type=size, default=0, metavar="N", help="KV blocks in host memory (default: 0)")
-    fleet.add_argument("--host-gbps", type=float, default=50.0, metavar="GB", help="GB/s to and from it (50)")
+    fleet.add_argument("--host-gbps", type=float, metavar="GB",
+                       help="GB/s to and from it (default: the cost model's, else 50, assumed)")  # fmt: skip
+    fleet.add_argument("--disk-blocks", type=size, default=0, metavar="N", help="KV blocks on disk, below that (0)")
+    fleet.add_argument("--disk-gbps", type=float, metavar="GB", help="GB/s to and from it (likewise; else 2)")
+    fleet.add_argument("--expert-parallel-size", type=positive, default=1, metavar="N",
+                       help="replicas that share their experts and step together; modelled")  # fmt: skip
+    fleet.add_argument("--image-seconds", type=float, default=0.02, metavar="S",
+                       help="to encode an image, in a step (default: 0.02, an assumption)")  # fmt: skip
+    fleet.add_argument("--encoder-cache-tokens", type=size, default=16384, metavar="N",
+                       help="tokens of encoded images that a device keeps (16384)")  # fmt: skip
+    fleet.add_argument("--watts", type=float, metavar="W",
+                       help="mean power of a replica while it computes (default: as the cost model says)")  # fmt: skip
     fleet.add_argument("--max-loras", type=positive, default=8, metavar="N",
                        help="adapters that a device has room for at a time (default: 8)")  # fmt: skip
     fleet.add_argument("--adapter-seconds", type=float, default=0.1, metavar="S",
@@ -102,10 +124,14 @@ def configure(parser: Parser) -> None:
     ask = parser.add_argument_group("questions")
     ask.add_argument("--sweep", action="append", default=[], metavar="SETTING=V,V,…",
                      help=f"run every combination; settings: {', '.join(SWEPT)}")  # fmt: skip
+    ask.add_argument("--best", default="throughput", metavar="METRIC",
+                     help="what --sweep looks for: throughput, or the lowest of, for example, ttft_p99")  # fmt: skip
     ask.add_argument("--goal", metavar="LIMITS", help="smallest fleet with, for example, ttft_p99:500,tpot_p99:50 (ms)")
     ask.add_argument("--dollars-per-hour", type=float, metavar="D", help="of a replica: adds the cost")
     ask.add_argument("--output-json", type=output_file, metavar="FILE", help="write all figures")
     ask.add_argument("--timeline", type=output_file, metavar="FILE", help="write the steps as a trace for Perfetto")
+    ask.add_argument("--request-timelines", type=output_file, metavar="FILE",
+                     help=f"write the {SLOWEST} slowest requests as the page's timelines")  # fmt: skip
     ask.add_argument("--plot", type=output_file, metavar="FILE", help="write latencies and throughput as an SVG")
     add_common(parser)
 
@@ -120,8 +146,8 @@ def run(args: argparse.Namespace) -> int:
     options = _options(args, costs)
     if args.goal and args.sweep:
         raise ValidationError("--goal and --sweep are two questions: ask one at a time")
-    if (args.timeline or args.plot) and (args.goal or args.sweep):
-        raise ValidationError("--timeline and --plot show one run: leave out --goal and --sweep")
+    if (args.timeline or args.plot or args.request_timelines) and (args.goal or args.sweep):
+        raise ValidationError("--timeline, --request-timelines and --plot show one run: leave out --goal and --sweep")
     if args.goal:
         found = _smallest_fleet(args, costs, options, load, read_goal(args.goal))
     elif args.sweep:
@@ -147,15 +173,21 @@ def _read_load(args: argparse.Namespace) -> list[Conversation]:
 
     if not 0 <= args.range_ratio <= 1:
         raise ValidationError(f"--range-ratio must be from 0 to 1, got {args.range_ratio:g}")
+    if not 0 <= args.pause < math.inf:
+        raise ValidationError(f"--pause must be at least 0, got {args.pause:g}")
+    if args.seed < 0:
+        raise ValidationError(f"--seed must be at least 0, got {args.seed}")
     if not 0 <= args.adapter_skew <= 100:
         raise ValidationError(f"--adapter-skew must be from 0 to 100, got {args.adapter_skew:g}")
     if args.trace and args.adapters:
         raise ValidationError("a trace names its adapters itself, in the field `adapter`: leave out --adapters")
+    if args.trace and args.images:
+        raise ValidationError("a trace has its images itself, in the field `images`: leave out --images")
     if args.trace:
-        return read_trace(args.trace, args.num_prompts, args.trace_speed)
+        return read_trace(args.trace, args.num_prompts, args.trace_speed, {"ms": 1e-3, "s": 1.0}[args.trace_time_unit])
     options = LoadOptions(
         args.input_len, args.output_len, args.range_ratio, args.prefix_len, args.num_prefixes, args.turns, args.pause,
-        args.tenants, args.seed, args.adapters, args.adapter_skew,
+        args.tenants, args.seed, args.adapters, args.adapter_skew, args.images, args.image_tokens, args.num_images,
     )  # fmt: skip
     times = arrival_times(args.num_prompts or 1000, args.request_rate, args.burstiness, 1, args.seed)
     return draw_load(options, times)
@@ -163,12 +195,27 @@ def _read_load(args: argparse.Namespace) -> list[Conversation]:
 
 def _costs(args: argparse.Namespace, costs: CostModel) -> CostModel:
     """The cost model of a replica: of its ranks, if it has several."""
-    from quire.simulation.ranks import RankConnection, over_ranks
+    import msgspec
 
-    if not (args.rank_gbps > 0 and args.rank_latency_us >= 0 and args.host_gbps > 0):
-        raise ValidationError("--rank-gbps and --host-gbps must be above 0, --rank-latency-us at least 0")
+    from quire.simulation.ranks import RankConnection, over_ranks, share_experts
+
+    rates = [rate for rate in (args.rank_gbps, args.host_gbps, args.disk_gbps) if rate is not None]
+    if not all(rate > 0 for rate in rates) or not args.rank_latency_us >= 0:
+        raise ValidationError("--rank-gbps, --host-gbps and --disk-gbps must be above 0, --rank-latency-us at least 0")
+    if args.dollars_per_hour is not None and not 0 <= args.dollars_per_hour < math.inf:
+        raise ValidationError(f"--dollars-per-hour must be at least 0, got {args.dollars_per_hour:g}")
+    if args.watts is not None and not 0 < args.watts < math.inf:
+        raise ValidationError(f"--watts must be above 0, got {args.watts:g}")
+    if args.watts is not None:
+        costs = msgspec.structs.replace(costs, watts=args.watts)
     link = RankConnection(1e-6 * args.rank_latency_us, 1e9 * args.rank_gbps)
+    costs = share_experts(costs, args.expert_parallel_size, link)
     return over_ranks(costs, args.tensor_parallel_size, args.pipeline_parallel_size, link)
+
+
+def _rate(gbps: float | None, measured: float | None, assumed: float) -> float:
+    """Bytes a second: what the user says, else what was measured, else an assumption."""
+    return 1e9 * gbps if gbps is not None else assumed if measured is None else measured
 
 
 def _drafts(args: argparse.Namespace) -> DraftModel | None:
@@ -215,26 +262,43 @@ def _options(args: argparse.Namespace, costs: CostModel) -> FleetOptions:
         adapter_slots=args.max_loras,
         adapter_seconds=args.adapter_seconds,
         host_blocks=args.host_blocks,
-        link=host_link(costs, 1e9 * args.host_gbps, 1e9 * args.host_gbps) if args.host_blocks else None,
+        link=host_link(
+            costs,
+            _rate(args.host_gbps, costs.host_out_rate, HOST_RATE),
+            _rate(args.host_gbps, costs.host_back_rate, HOST_RATE),
+        )
+        if args.host_blocks
+        else None,
+        disk_blocks=args.disk_blocks,
+        disk_rate=_rate(args.disk_gbps, costs.disk_rate, DISK_RATE),
+        encoder_rows=args.encoder_cache_tokens,
+        image_seconds=args.image_seconds,
+        lockstep=args.expert_parallel_size,
     )
 
 
 def _read_kill(text: str) -> tuple[int, float]:
     number, _, second = text.partition("@")
     try:
-        return int(number), float(second)
+        victim, at = int(number), float(second)
     except ValueError:
-        raise ValidationError(f"--kill takes a replica and a second, such as 2@100; got {text!r}") from None
+        victim, at = -1, -1.0
+    if victim < 0 or not 0 <= at < math.inf:
+        raise ValidationError(f"--kill takes a replica and a second, such as 2@100; got {text!r}")
+    return victim, at
 
 
 def _simulate(
     args: argparse.Namespace, costs: CostModel, options: FleetOptions, load: Sequence[Conversation]
 ) -> SimulationResult:
     from quire.simulation.fleet import Fleet
-    from quire.simulation.timeline import Timeline
+    from quire.simulation.timeline import SlowestRequests, Timeline
 
     timeline = Timeline() if args.timeline else None
-    result = Fleet(costs, options, timeline.note if timeline else None).run(load, args.seed)
+    slowest = SlowestRequests(SLOWEST) if args.request_timelines else None
+    result = Fleet(costs, options, timeline.note if timeline else None, slowest).run(load, args.seed)
+    if slowest is not None:
+        slowest.write(args.request_timelines)
     if timeline is not None:
         timeline.write(args.timeline)
     return result
@@ -269,6 +333,11 @@ def _print(args: argparse.Namespace, result: SimulationResult, found: Mapping[st
         rows.append(("drafts", f"{result.drafts} verified, {share:.0f}% accepted, at the rates given"))
     if result.has_adapters:
         rows.append(("adapters", f"{result.adapter_loads} loads, {result.adapter_evictions} in the place of another"))
+    if result.images_encoded:
+        rows.append(("images", f"{result.images_encoded} encoded, {result.images_cached} found encoded; "
+                               f"{1000 * result.image_seconds:g} ms each, given"))  # fmt: skip
+    if result.disk_writes:
+        rows.append(("disk", f"{result.disk_writes} blocks written, {result.disk_reads} read"))
     if result.saved_blocks:
         rows.append(("host memory", f"{result.saved_blocks} blocks saved, {result.loaded_blocks} loaded"))
     if result.deaths:
@@ -307,20 +376,37 @@ def _read_sweep(words: Sequence[str]) -> dict[str, list[Any]]:
             ) from None
         if SWEPT[name] is not str and not min(found[name]) > 0:
             raise ValidationError(f"--sweep {name}: values must be above 0, got {values!r}")
+        if name == "max_step_stretch" and not min(found[name]) >= 1:
+            raise ValidationError(f"--sweep {name}: values must be at least 1, got {values!r}")
     return found
+
+
+def _read_best(text: str) -> str | None:
+    """The name of a latency among the figures; None: throughput."""
+    from quire.simulation.measurements import METRICS, PERCENTILES
+
+    names = {f"{metric}_p{percent}": f"p{percent}_{metric}_ms" for metric in METRICS for percent in PERCENTILES}
+    if text != "throughput" and text not in names:
+        raise ValidationError(f"--best is throughput or one of {', '.join(names)}; got {text!r}")
+    return names.get(text)
 
 
 def _sweep(
     args: argparse.Namespace, costs: CostModel, options: FleetOptions, load: Sequence[Conversation]
 ) -> dict[str, Any]:
-    """Every combination; the best has the most output tokens a second, of equals the lowest p99 of the first token."""
+    """Every combination. The best has the most output tokens a second, of equals the lowest p99 of the first token, or
+    the lowest of the latency that --best names, of equals the most tokens."""
+    metric = _read_best(args.best)
     swept = _read_sweep(args.sweep)
     runs = []
     for values in itertools.product(*swept.values()):
         settings = dict(zip(swept, values, strict=True))
         result = _simulate(args, costs, replace(options, **settings), load)
         runs.append({"settings": settings, **_figures(args, result)})
-    best = max(runs, key=lambda each: (round(each["output_throughput"], 1), -each["p99_ttft_ms"]))
+    if metric is None:
+        best = max(runs, key=lambda each: (round(each["output_throughput"], 1), -each["p99_ttft_ms"]))
+    else:
+        best = min(runs, key=lambda each: (round(each[metric], 2), -each["output_throughput"]))
     names = "  ".join(f"{name:>{max(12, len(name))}}" for name in swept)
     print(f"{names}  {'out tok/s':>10}  {'ttft p50':>9}  {'ttft p99':>9}  {'tpot p50':>9}  {'tpot p99':>9}")
     for each in runs:
@@ -354,7 +440,7 @@ def _smallest_fleet(
     low, high = 0, options.replicas
     while not keeps(high):
         low, high = high, 2 * high
-        if high > MOST_REPLICAS:
+        if high > MOST_REPLICAS or low >= len(load):  # each conversation has had a replica of its own
             raise ValidationError(
                 f"{low} replicas do not keep these limits: a single request may already be slower, or the cost model "
                 "is that of another device"

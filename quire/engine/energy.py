@@ -332,7 +332,7 @@ def make_energy(config: EngineConfig, scheduler: Scheduler, platform: Platform) 
     if not is_wanted and not has_battery():
         return NoEnergy()
     is_gpu = platform.device.type == "cuda"
-    cards = _cards(config.num_ranks) if is_gpu else ()
+    cards = engine_cards(config.num_ranks) if is_gpu else ()
     made: list[EngineEnergy] = []
     context = MeterContext(
         is_gpu, cards, config.num_ranks > 1, lambda: made[0].busy if made else 0.0, config.watts_per_core
@@ -364,7 +364,7 @@ def make_energy(config: EngineConfig, scheduler: Scheduler, platform: Platform) 
     return energy
 
 
-def _cards(count: int) -> tuple[str, ...]:
+def engine_cards(count: int) -> tuple[str, ...]:
     """The engine's GPUs as NVML knows them."""
     import torch
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -100,7 +100,8 @@ class Timelines:
 
     is_on = True
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._step = 0
         """The number of the next plan."""
         self._launched: dict[int, LaunchedStep] = {}
@@ -124,7 +125,7 @@ class Timelines:
             if len(self._requests) > MOST_REQUESTS:
                 self._requests.popitem(last=False)
         if len(record.events) < MOST_EVENTS:
-            record.events.append((time.monotonic(), self._step, kind, request.index, request.row, value))
+            record.events.append((self._clock(), self._step, kind, request.index, request.row, value))
 
     def finished(self, request: Request, reason: str) -> None:
         """A sequence has ended with so many output tokens."""
@@ -197,7 +198,7 @@ class Timelines:
         begun = next((event.step for event in events if event.kind == "admitted"), None)
         return RequestTimeline(
             id=found, tenant=record.tenant, prompt_tokens=record.prompt_tokens, arrival=record.arrival,
-            now=time.monotonic(), offset=time.time() - time.monotonic(), finish_reason=record.reason, events=events,
+            now=self._clock(), offset=time.time() - self._clock(), finish_reason=record.reason, events=events,
             steps=[step for sequence in {event.sequence for event in events} for step in self._of(events, sequence)],
             is_whole=begun is None or begun >= first,
         )  # fmt: skip

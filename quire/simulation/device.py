@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from quire.executor.null import NullExecutor
-from quire.messages.plan import AdapterLoaded, Ints, MovesDone, StepPlan, StepResult
+from quire.messages.plan import AdapterLoaded, Ints, MovesDone, PrefixGroup, StepPlan, StepResult
 from quire.simulation.costs import CostModel, StepWork
 
 TOKEN = 7
@@ -33,10 +33,14 @@ class VirtualClock:
 
 
 class StepWorkTracker:
-    """The shape of each plan. Follows how many tokens of every row are computed."""
+    """The shape of each plan. Follows how many tokens of every row are computed, and the prefix groups."""
 
     def __init__(self, max_rows: int) -> None:
         self._computed = np.zeros(max_rows, np.int64)
+        self._group_of = np.zeros(max_rows, np.int64)
+        """By row: the number of its prefix group; 0: none."""
+        self._shared = np.zeros(1, np.int64)
+        """By group: tokens that its rows share."""
 
     def of(self, plan: StepPlan, yielded: Ints | None = None) -> StepWork:
         """The shape of the next plan. `yielded`: tokens of each of its draws, where drafts are verified."""
@@ -47,6 +51,8 @@ class StepWorkTracker:
             computed[row.row] = row.num_computed
         for place, count in plan.rewound:
             computed[place] = count
+        if plan.groups is not None:
+            self._set_groups(plan.groups)
         split = plan.num_decodes
         before, counts = computed[plan.rows], plan.counts.astype(np.int64)
         starts, chunks = before[split:], counts[split:]
@@ -55,6 +61,9 @@ class StepWorkTracker:
             prompt_tokens=len(plan.tokens),
             context=int((before[:split] + counts[:split]).sum()),
             pairs=int((chunks * starts + chunks * (chunks + 1) // 2).sum()),
+            prompts=len(chunks),
+            shared=self._saved(plan.rows[:split]) if len(self._shared) > 1 else 0,
+            has_images=bool(plan.splices),
         )
         computed[plan.rows] = before + counts
         if plan.num_drafts and yielded is not None:  # what was computed for rejected drafts is computed again
@@ -64,6 +73,17 @@ class StepWorkTracker:
         for fork in plan.forks:
             computed[fork.row] = computed[fork.source]
         return shape
+
+    def _set_groups(self, groups: Sequence[PrefixGroup]) -> None:
+        self._group_of[:] = 0
+        for number, group in enumerate(groups, 1):
+            self._group_of[group.rows] = number
+        self._shared = np.array([0, *(group.shared_tokens for group in groups)], np.int64)
+
+    def _saved(self, rows: Ints) -> int:
+        """Tokens of context that groups save these decodes from reading."""
+        counts = np.bincount(self._group_of[rows], minlength=len(self._shared))
+        return int((np.maximum(counts - 1, 0) * self._shared).sum())
 
 
 @dataclass(frozen=True)
@@ -111,9 +131,10 @@ class SimulatedDevice(NullExecutor):
         drafts: DraftModel | None = None,
         link: HostLink | None = None,
         adapter_seconds: float = 0.0,
+        image_seconds: float = 0.0,
     ) -> None:
         """`drafts`: for plans that verify some. `link`: for plans that move blocks. `adapter_seconds`: to load an
-        adapter."""
+        adapter. `image_seconds`: to encode an image, in the step that reads it first."""
         super().__init__(max_rows)
         self._costs = costs
         self._clock = clock
@@ -122,12 +143,13 @@ class SimulatedDevice(NullExecutor):
         self._drafts = drafts
         self._chance = np.random.default_rng(0 if drafts is None else drafts.seed)
         self._link = link
-        self._free_at = -math.inf
+        self.free_at = -math.inf
         """When the last step submitted has left the first pipeline stage."""
         self._link_free_at = -math.inf
         self._moving: deque[tuple[float, MovesDone]] = deque()
         """Copies under way, and when each is done."""
         self._adapter_seconds = adapter_seconds
+        self._image_seconds = image_seconds
         self._loading: deque[tuple[float, AdapterLoaded]] = deque()
         """Adapters that are loaded, one after the other, and when each is done."""
         self.busy = 0.0
@@ -138,7 +160,7 @@ class SimulatedDevice(NullExecutor):
         if self._drafts is not None:
             self._verify(plan, result, self._drafts)
         shape = self._shapes.of(plan, result.counts)
-        start = max(self._clock.now, self._free_at)
+        start = max(self._clock.now, self.free_at)
         copied = self._start_copies(plan, start)
         if plan.adapters:
             self._start_loads(result)
@@ -147,8 +169,9 @@ class SimulatedDevice(NullExecutor):
         seconds = self._costs.seconds(shape)
         if self._drafts is not None:
             seconds += plan.proposals * self._drafts.seconds
+        seconds += len(plan.encode) * self._image_seconds
         stages = self._costs.stages
-        self._free_at, end = start + seconds / stages, start + seconds
+        self.free_at, end = start + seconds / stages, start + seconds
         if seconds:
             end += (stages - 1) * self._costs.hop_seconds
         elif not len(plan.rows) and (waits := [queue[0][0] for queue in (self._moving, self._loading) if queue]):

@@ -24,6 +24,7 @@ from quire.kvcache.offload.host_tier import HostTier
 from quire.kvcache.offload.manager import OffloadManager
 from quire.kvcache.prefix_cache import ContentKeys
 from quire.messages.adapter_use import adapter_identity
+from quire.messages.media import EncoderLimits
 from quire.messages.outputs import StepOutputs
 from quire.messages.request import NewRequest
 from quire.messages.sampling import SamplingParams
@@ -35,15 +36,22 @@ from quire.scheduler.pacing import STREAM_STRETCH, Pacer
 from quire.scheduler.policies.registry import make_policy
 from quire.scheduler.prefix_groups import PrefixGroups
 from quire.scheduler.scheduler import Scheduler
+from quire.scheduler.timelines import Timelines
 from quire.simulation.costs import CostModel
 from quire.simulation.device import TOKEN, DraftModel, HostLink, SimulatedDevice, SimulatedStep, VirtualClock
+from quire.simulation.disk import SimulatedIO, SimulatedStore
 from quire.simulation.load import Conversation, OpenConversation, adapter_uses
 from quire.simulation.measurements import SimulationResult
+from quire.simulation.timeline import SlowestRequests
 
 REPORT_STEPS = 32
 """Steps between reports of a request's progress to the router, as in a real front."""
 MOST_EMPTY_STEPS = 1000
 """Steps in a row that compute nothing and take no time: more would mean that the engine waits for nothing."""
+
+
+MOST_ROWS, MOST_BLOCKS = 1 << 16, 1 << 26
+"""Of a replica: larger ones would take the memory of this machine."""
 
 
 @dataclass(frozen=True)
@@ -73,10 +81,20 @@ class FleetOptions:
     """Blocks of host memory below the device's cache…"""
     link: HostLink | None = None
     """…and how fast they are moved; needed if there are some."""
+    disk_blocks: int = 0
+    """Blocks on disk below host memory…"""
+    disk_rate: float = 2e9
+    """…and bytes a second to and from it."""
     adapter_slots: int = 8
     """LoRA adapters that the device of a replica has room for at a time…"""
     adapter_seconds: float = 0.1
     """…and what it takes to load one, beside steps."""
+    encoder_rows: int = EngineConfig.encoder_cache_tokens
+    """Tokens of encoded images that a device keeps…"""
+    image_seconds: float = 0.02
+    """…and what it takes to encode one, in the step that reads it first."""
+    lockstep: int = 1
+    """So many replicas each share their experts: a step lasts until the longest one of them is done."""
 
 
 @dataclass
@@ -123,14 +141,28 @@ class Fleet:
         costs: CostModel,
         options: FleetOptions = FleetOptions(),
         on_step: Callable[[int, SimulatedStep], object] | None = None,
+        slowest: SlowestRequests | None = None,
     ) -> None:
-        """`on_step`: called for every step of every replica."""
+        """`on_step`: called for every step of every replica. `slowest`: gets the timelines of some requests."""
         if options.replicas < 1:
             raise ValidationError(f"a fleet needs at least one replica, got {options.replicas}")
         if any(not 0 <= number < options.replicas for number, _ in options.kills):
             raise ValidationError(f"--kill names a replica that is not among the {options.replicas}")
         if options.host_blocks and options.link is None:
             raise ValidationError("host memory needs a link to it: how fast blocks are moved")
+        if not 0 <= options.restart_seconds < math.inf:
+            raise ValidationError(f"a replica is back after at least 0 seconds, got {options.restart_seconds:g}")
+        if options.disk_blocks and not options.host_blocks:
+            raise ValidationError("blocks reach the disk through host memory: give some host blocks too")
+        if not options.disk_rate > 0 or not 0 <= options.image_seconds < math.inf or options.encoder_rows < 1:
+            raise ValidationError(
+                "the disk's rate and the encoder's tokens must be above 0, seconds of an image from 0"
+            )
+        if options.lockstep < 1 or options.replicas % options.lockstep or (options.lockstep > 1 and options.kills):
+            raise ValidationError(
+                f"{options.replicas} replicas cannot share experts in groups of {options.lockstep}"
+                + (" of which one dies: the others would end with it" if options.kills else ": give a multiple")
+            )
         if options.adapter_slots < 1 or not 0 <= options.adapter_seconds < math.inf:
             raise ValidationError(
                 "a device needs at least one adapter slot, and a number of seconds to load one: got "
@@ -141,9 +173,20 @@ class Fleet:
         self.rows = options.max_num_seqs or costs.max_num_seqs
         self.budget = options.max_num_batched_tokens or max(costs.max_num_batched_tokens, self.rows)
         self.num_blocks = options.num_blocks or costs.num_blocks
+        if self.rows > MOST_ROWS or max(self.num_blocks, options.host_blocks) > MOST_BLOCKS:
+            raise ValidationError(
+                f"a replica of {self.rows} rows, {self.num_blocks} blocks and {options.host_blocks} in host memory is "
+                f"more than is simulated: {MOST_ROWS} rows, {MOST_BLOCKS} blocks"
+            )
+        if self.budget < self.rows:
+            raise ValidationError(
+                f"a step of {self.budget} tokens has no room for {self.rows} rows: raise max_num_batched_tokens, or "
+                "lower max_num_seqs"
+            )
         self._keys = ContentKeys(costs.block_size, b"simulation")
         self._clock = VirtualClock()
         self._on_step = on_step
+        self._slowest = slowest
         self._router = Router(costs.block_size, make_routing_policy(options.routing_policy), clock=self._clock)
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
@@ -164,6 +207,7 @@ class Fleet:
             )
         self.result = SimulationResult(self.costs, self.options.replicas)
         self.result.has_adapters = any(conversation.adapter for conversation in load)
+        self.result.image_seconds = self.options.image_seconds
         for number, source in enumerate(load):
             opened = OpenConversation(source, number, seed)
             self._at(source.at, lambda opened=opened: self._arrive(opened))  # type: ignore[misc]
@@ -180,9 +224,15 @@ class Fleet:
             slots = replica.core.scheduler.requests.adapters.stats
             self.result.adapter_loads += slots.loads
             self.result.adapter_evictions += slots.evictions
+            encoding = replica.core.scheduler.requests.encoding.stats
+            self.result.images_encoded += encoding.encoded
+            self.result.images_cached += encoding.hits
             if (tiers := replica.tiers) is not None:
                 self.result.saved_blocks += tiers.saved
                 self.result.loaded_blocks += tiers.loaded
+                if isinstance(tiers.store, SimulatedStore):
+                    self.result.disk_writes += tiers.store.written
+                    self.result.disk_reads += tiers.store.hits
         return self.result
 
     def _at(self, time: float, action: Callable[[], None]) -> None:
@@ -195,7 +245,7 @@ class Fleet:
         clock = VirtualClock(self._clock.now)
         config = EngineConfig(model="simulation", scheduling_policy=options.scheduling_policy)
         tables = BlockTables(self.num_blocks + 1, costs.block_size, options.prefix_caching)
-        tiers = self._make_tiers(tables)
+        tiers = self._make_tiers(tables, clock)
         scheduler = Scheduler(
             tables, make_policy(config.scheduling_policy, config), self._keys, self.rows, self.budget, clock=clock,
             groups=PrefixGroups(costs.block_size),
@@ -203,6 +253,7 @@ class Fleet:
             tiers=tiers, drafting=self._make_drafting(),
             microbatches=None if costs.stages == 1 else costs.pipeline_depth + 1,
             adapters=AdapterSlots(options.adapter_slots, clock),
+            encoder=EncoderLimits(options.encoder_rows, has_encoder=True),
         )  # fmt: skip
 
         def note(step: SimulatedStep) -> None:
@@ -210,18 +261,29 @@ class Fleet:
             if self._on_step is not None:
                 self._on_step(number, step)
 
-        device = SimulatedDevice(costs, self.rows, clock, note, options.drafts, options.link, options.adapter_seconds)
+        device = SimulatedDevice(
+            costs, self.rows, clock, note, options.drafts, options.link, options.adapter_seconds, options.image_seconds
+        )
+        if self._slowest is not None:
+            scheduler.requests.timelines = Timelines(clock)
         core = EngineCore(scheduler, device, costs.pipeline_depth, log_stats=False)
         self._router.add(str(number), self.num_blocks, self.rows, adapter_slots=options.adapter_slots)
         return SimulatedReplica(number, clock, core, device, tiers)
 
-    def _make_tiers(self, tables: BlockTables) -> OffloadManager | None:
-        link = self.options.link
-        if not self.options.host_blocks or link is None:
+    def _make_tiers(self, tables: BlockTables, clock: VirtualClock) -> OffloadManager | None:
+        options, link = self.options, self.options.link
+        if not options.host_blocks or link is None:
             return None
-        return OffloadManager(
-            tables, HostTier(self.options.host_blocks), Costs(link.block_bytes, link.out_rate, link.back_rate)
-        )
+        costs = Costs(link.block_bytes, link.out_rate, link.back_rate)
+        if not options.disk_blocks:
+            return OffloadManager(tables, HostTier(options.host_blocks), costs)
+        store = SimulatedStore(options.disk_blocks)
+        io = SimulatedIO(store, clock, link.block_bytes / options.disk_rate, self._next_event)
+        host = HostTier(options.host_blocks, is_backed=store.has)
+        return OffloadManager(tables, host, costs, io, lambda slot: _NOTHING)
+
+    def _next_event(self) -> float:
+        return self._events[0][0] if self._events else math.inf
 
     def _make_drafting(self) -> Drafting | None:
         drafts = self.options.drafts
@@ -260,12 +322,13 @@ class Fleet:
         request = NewRequest(
             str(next(self._ids)), prompt, _PARAMS, limit=len(prompt) + turn.output, tenant=source.tenant,
             priority=source.priority, arrival=self._clock.now, adapters=adapter_uses(source.adapter),
+            media=list(conversation.media), spans=list(conversation.spans),
         )  # fmt: skip
         request.keys = self._keys_of(request)
         self._admit(FleetRequest(conversation, request, self._clock.now))
 
     def _keys_of(self, request: NewRequest) -> list[bytes]:
-        return self._keys.of(request.prompt, adapters=request.kv_identity)
+        return self._keys.of(request.prompt, spans=request.key_spans, adapters=request.kv_identity)
 
     def _admit(self, request: FleetRequest) -> None:
         """Send a request to a replica, or let it wait for one."""
@@ -305,14 +368,48 @@ class Fleet:
     # Steps
 
     def _schedule(self, replica: SimulatedReplica) -> None:
-        if not replica.is_scheduled and replica.is_alive and replica.core.has_work:
-            replica.is_scheduled = True
-            self._at(max(self._clock.now, replica.clock.now), lambda: self._step(replica))
-
-    def _step(self, replica: SimulatedReplica) -> None:
-        """One step of the replica's loop. Its outputs are seen when the step that yields them is done."""
-        if not replica.is_alive:
+        if replica.is_scheduled or not replica.is_alive or not replica.core.has_work:
             return
+        group = self._group_of(replica)
+        begin = max(self._clock.now, *(each.clock.now for each in group))
+        if len(group) == 1:
+            replica.is_scheduled = True
+            self._at(begin, lambda: self._step([replica]))
+        elif not any(each.is_scheduled for each in group):  # else the next round takes it in
+            for each in group:
+                each.is_scheduled = True
+            self._at(begin, lambda: self._step(group))
+
+    def _group_of(self, replica: SimulatedReplica) -> list[SimulatedReplica]:
+        """The replicas that step together."""
+        size = self.options.lockstep
+        first = replica.number - replica.number % size
+        return self.replicas[first : first + size]
+
+    def _step(self, group: Sequence[SimulatedReplica]) -> None:
+        """One step of every replica of the group that has work. What they yield is seen when the last is done."""
+        for replica in group:
+            replica.clock.now = max(replica.clock.now, self._clock.now)
+        stepped = [(replica, self._advance(replica)) for replica in group if replica.is_alive and replica.core.has_work]
+        end = max((replica.clock.now for replica, _ in stepped), default=self._clock.now)
+        free = max(replica.device.free_at for replica in group)
+
+        def done() -> None:
+            for replica in group:
+                replica.is_scheduled = False
+            for replica, outputs in stepped:
+                if replica.is_alive:  # else it died during the step
+                    self._take(replica, outputs)
+            for replica in group:
+                self._schedule(replica)
+
+        if len(group) > 1:
+            for replica in group:
+                replica.clock.now, replica.device.free_at = end, free
+        self._at(end, done)
+
+    def _advance(self, replica: SimulatedReplica) -> StepOutputs:
+        """One step of the replica's loop. Sets its clock to the end."""
         before = replica.clock.now
         outputs = replica.core.step()
         replica.steps += 1
@@ -321,30 +418,28 @@ class Fleet:
             raise RuntimeError(
                 f"replica {replica.name} makes no progress: {replica.core.scheduler.unfinished} unfinished"
             )
-
-        def done() -> None:
-            replica.is_scheduled = False
-            if replica.is_alive:  # else it died during the step
-                self._take(replica, outputs)
-                self._schedule(replica)
-
-        self._at(replica.clock.now, done)
+        return outputs
 
     def _take(self, replica: SimulatedReplica, outputs: StepOutputs) -> None:
         now, result, requests = self._clock.now, self.result, replica.open
         for started in outputs.started:
             result.cached_tokens += started.num_cached
         result.preemptions += len(outputs.preempted)
+        gaps: dict[float, int] = {}
+        """Most rows had their last token at the same time."""
         for i, (key, _) in enumerate(outputs.keys):
             request, count = requests[key], 1 if outputs.counts is None else outputs.counts[i]
             if request.generated:
-                result.gaps.add(now - request.last)
+                gap = now - request.last
+                gaps[gap] = gaps.get(gap, 0) + 1
             else:
                 request.first = now
                 assert request.opened is not None
                 self._router.progress(request.opened, 1)
             request.generated += count
             request.last = now
+        for gap, count in gaps.items():
+            result.gaps.add(gap, count)
         if replica.steps % REPORT_STEPS == 0 and self.options.replicas > 1:
             for request in requests.values():
                 if request.generated and request.opened is not None:
@@ -358,15 +453,19 @@ class Fleet:
         assert request.opened is not None
         self._num_open -= 1
         self._router.finished(request.opened)
-        source = request.request
+        source, front = request.request, self.costs.front_seconds
         self.result.note_request(
-            source.tenant, len(source.prompt), request.generated, request.arrival, request.first, request.last,
-            request.retries, reason,
+            source.tenant, len(source.prompt), request.generated, request.arrival, request.first + front,
+            request.last + front, request.retries, reason,
         )  # fmt: skip
+        if self._slowest is not None:
+            timelines = replica.core.scheduler.requests.timelines
+            self._slowest.note(request.last - request.arrival, lambda: timelines.of(source.id))
         pause = request.conversation.end_turn([TOKEN] * request.generated)
         if pause is not None:
             conversation = request.conversation
             self._at(self._clock.now + pause, lambda: self._arrive(conversation))
 
 
+_NOTHING = memoryview(b"")
 _PARAMS = SamplingParams(max_tokens=None, ignore_eos=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,9 +13,16 @@ from typing import Any
 
 from quire.errors import ValidationError
 from quire.messages.adapter_use import AdapterUse
+from quire.messages.media import IMAGE, MediaItem, Span
 
 VOCABULARY = 30_000
 """Token ids are drawn below this."""
+TEXT_BLOCK = 16
+"""Tokens of a trace's text that two lines share together, or not at all."""
+CHARACTERS_PER_TOKEN = 4
+"""Of such a text, about."""
+PLACEHOLDER = 5
+"""Token id where an image is."""
 TRACE_BLOCK = 512
 """Tokens per entry of a trace's `hash_ids`, as in the traces that Mooncake published."""
 
@@ -28,6 +36,13 @@ class Turn:
     output: int
     pause: float = 0.0
     """…which came this many seconds after the end of the turn before: a person reads, a tool runs."""
+    images: tuple[tuple[str, int], ...] = ()
+    """(name, tokens) of images before the turn's text. Images of the same name are the same."""
+
+    @property
+    def length(self) -> int:
+        """Tokens that the turn adds, output included."""
+        return self.new_tokens + self.output + sum(count for _, count in self.images)
 
 
 @dataclass(frozen=True)
@@ -47,7 +62,7 @@ class Conversation:
     @property
     def length(self) -> int:
         """Tokens of its last turn, output included."""
-        return sum(count for _, count in self.prefix) + sum(turn.new_tokens + turn.output for turn in self.turns)
+        return sum(count for _, count in self.prefix) + sum(turn.length for turn in self.turns)
 
 
 def token_ids(name: str, count: int) -> list[int]:
@@ -72,6 +87,14 @@ def adapter_uses(name: str) -> list[AdapterUse]:
     return [_adapter_use(name)] if name else []
 
 
+@functools.lru_cache(maxsize=4096)
+def _image(name: str, tokens: int) -> MediaItem:
+    import numpy as np
+
+    pixels = {"pixels": np.zeros(1, np.uint8)}  # a device that only takes time does not look at them
+    return MediaItem(hashlib.blake2b(name.encode(), digest_size=32).digest(), IMAGE, tokens, pixels)
+
+
 @dataclass(frozen=True)
 class LoadOptions:
     """A load that is drawn. Lengths are uniform within ±spread."""
@@ -92,6 +115,12 @@ class LoadOptions:
     """Different LoRA adapters; 0: none…"""
     adapter_skew: float = 1.0
     """…of which the k-th is named in proportion to 1 / k^skew (0: all equally often)."""
+    images: int = 0
+    """Images of each turn…"""
+    image_tokens: int = 576
+    """…how many tokens each has…"""
+    num_images: int = 0
+    """…and how many different ones there are; 0: no two are the same."""
 
 
 def draw_load(options: LoadOptions, times: Sequence[float]) -> list[Conversation]:
@@ -107,8 +136,14 @@ def draw_load(options: LoadOptions, times: Sequence[float]) -> list[Conversation
 
     def turn(number: int) -> Turn:
         pause = float(chance.exponential(options.pause)) if number else 0.0
-        return Turn(length(options.input_len), length(options.output_len), pause)
+        lengths = length(options.input_len), length(options.output_len)
+        return Turn(*lengths, pause, tuple(image() for _ in range(options.images)))
 
+    def image() -> tuple[str, int]:
+        number = int(chance.integers(options.num_images)) if options.num_images else next(names)
+        return f"image {number}", options.image_tokens
+
+    names = itertools.count()
     found = []
     for at in times:
         group = int(chance.integers(options.num_prefixes))
@@ -120,28 +155,71 @@ def draw_load(options: LoadOptions, times: Sequence[float]) -> list[Conversation
     return found
 
 
-def read_trace(path: str, count: int | None = None, speed: float = 1.0) -> list[Conversation]:
-    """A trace as `quire bench serve --trace` reads it: `timestamp` in milliseconds, `input_length`, `output_length`,
-    and Mooncake's `hash_ids`, whose blocks are shared by all lines that name them; also `tenant` and `adapter`."""
+def read_trace(path: str, count: int | None = None, speed: float = 1.0, unit: float = 1e-3) -> list[Conversation]:
+    """A trace as `quire bench serve --trace` reads it: `timestamp` in units of `unit` seconds, `input_length`,
+    `output_length`, and Mooncake's `hash_ids`, whose blocks are shared by all lines that name them; or a `prompt` or
+    `messages`, whose text is shared as far as it is the same. Also `tenant`, `adapter`, and `images`: for each image
+    its tokens, which `input_length` does not count, or [name, tokens] if it may come again."""
     if not speed > 0:
         raise ValidationError(f"--trace-speed must be above 0, got {speed:g}")
     found = []
     for where, line in json_lines(path):
-        numbers = [_number(line, name, where) for name in ("timestamp", "input_length", "output_length")]
-        at, tokens, output = numbers[0], int(numbers[1]), int(numbers[2])
+        at, output = _number(line, "timestamp", where), int(_number(line, "output_length", where))
+        prompt = line.get("messages", line.get("prompt"))
+        prefix, tokens = _lengths(line, where) if prompt is None else _text_blocks(_text(prompt, where))
         if tokens < 1 or output < 1:
             raise ValidationError(f"{where}: input_length and output_length must be at least 1")
-        ids = line.get("hash_ids") or []
-        if not isinstance(ids, list):
-            raise ValidationError(f"{where}: hash_ids must be a list")
-        shared = ids[: (tokens - 1) // TRACE_BLOCK]
-        prefix = tuple((f"block {block}", TRACE_BLOCK) for block in shared)
-        rest = tokens - TRACE_BLOCK * len(shared)
+        images = _images(line.get("images") or [], where)
         tenant, adapter = str(line.get("tenant", "")), str(line.get("adapter", ""))
-        found.append(Conversation(at / 1000 / speed, (Turn(rest, output),), prefix, tenant, adapter=adapter))
+        found.append(
+            Conversation(at * unit / speed, (Turn(tokens, output, images=images),), prefix, tenant, adapter=adapter)
+        )
     found.sort(key=lambda conversation: conversation.at)
     start = found[0].at
     return [replace(each, at=each.at - start) for each in found[:count]]
+
+
+def _lengths(line: dict[str, Any], where: str) -> tuple[tuple[tuple[str, int], ...], int]:
+    """The shared blocks of a line, and its tokens after them."""
+    tokens, ids = int(_number(line, "input_length", where)), line.get("hash_ids") or []
+    if not isinstance(ids, list):
+        raise ValidationError(f"{where}: hash_ids must be a list")
+    shared = ids[: max(0, tokens - 1) // TRACE_BLOCK]
+    return tuple((f"block {block}", TRACE_BLOCK) for block in shared), tokens - TRACE_BLOCK * len(shared)
+
+
+def _text(prompt: Any, where: str) -> str:
+    """The text of a prompt, or of messages."""
+    if isinstance(prompt, str):
+        return prompt
+    texts = []
+    for message in prompt if isinstance(prompt, list) else [None]:
+        if not isinstance(message, dict):
+            raise ValidationError(f"{where}: a prompt is a text, and messages are a list of objects")
+        content = message.get("content") or ""
+        parts = content if isinstance(content, list) else [{"text": content}]
+        texts += [str(part["text"]) for part in parts if isinstance(part, dict) and "text" in part]
+    return " ".join(texts)
+
+
+def _text_blocks(text: str) -> tuple[tuple[tuple[str, int], ...], int]:
+    """A text as blocks that are named by all that is in and before them, and the tokens after these; about."""
+    size, digest, blocks = TEXT_BLOCK * CHARACTERS_PER_TOKEN, hashlib.blake2b(digest_size=16), []
+    for start in range(0, len(text) - size, size):  # at least a character is left
+        digest.update(text[start : start + size].encode())
+        blocks.append((f"text {digest.hexdigest()}", TEXT_BLOCK))
+    return tuple(blocks), max(1, (len(text) - size * len(blocks)) // CHARACTERS_PER_TOKEN)
+
+
+def _images(value: Any, where: str) -> tuple[tuple[str, int], ...]:
+    """The images of a trace's line."""
+    found = []
+    for index, each in enumerate(value if isinstance(value, list) else [None]):
+        name, tokens = each if isinstance(each, list) and len(each) == 2 else (f"{where}, {index}", each)
+        if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1:
+            raise ValidationError(f"{where}: images must be a list of tokens, or of [name, tokens]; got {value!r}")
+        found.append((str(name), tokens))
+    return tuple(found)
 
 
 def json_lines(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -181,6 +259,10 @@ class OpenConversation:
     number: int
     seed: int
     tokens: list[int] = field(default_factory=list)
+    media: list[MediaItem] = field(default_factory=list)
+    """Images so far…"""
+    spans: list[Span] = field(default_factory=list)
+    """…and where they are."""
     turn: int = 0
 
     def prompt(self) -> list[int]:
@@ -190,6 +272,10 @@ class OpenConversation:
                 token for name, count in self.source.prefix for token in shared_token_ids(f"{self.seed}/{name}", count)
             ]
         new = self.source.turns[self.turn].new_tokens
+        for name, count in self.source.turns[self.turn].images:
+            self.spans.append(Span(len(self.tokens), count, len(self.media)))
+            self.media.append(_image(name, count))
+            self.tokens += [PLACEHOLDER] * count
         self.tokens += token_ids(f"{self.seed}/{self.number}/{self.turn}", new)
         return list(self.tokens)
 

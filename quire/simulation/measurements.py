@@ -27,11 +27,11 @@ class LogHistogram:
         self.count = 0
         self._total = 0.0
 
-    def add(self, seconds: float) -> None:
-        """One more value."""
-        self._counts[int(math.log(max(seconds, LEAST_SECONDS) / LEAST_SECONDS, RESOLUTION))] += 1
-        self.count += 1
-        self._total += seconds
+    def add(self, seconds: float, count: int = 1) -> None:
+        """One more value, or so many equal ones."""
+        self._counts[int(math.log(max(seconds, LEAST_SECONDS) / LEAST_SECONDS, RESOLUTION))] += count
+        self.count += count
+        self._total += count * seconds
 
     @property
     def mean(self) -> float:
@@ -60,7 +60,13 @@ class SimulationResult:
         self.drafts = self.accepted_drafts = 0
         """Verified, and accepted, by the engines that are alive at the end."""
         self.saved_blocks = self.loaded_blocks = 0
-        """Blocks moved to host memory, and back."""
+        """Blocks moved to host memory, and back…"""
+        self.disk_writes = self.disk_reads = 0
+        """…and on to disk, and back."""
+        self.images_encoded = self.images_cached = 0
+        """Images that were encoded, and found encoded."""
+        self.image_seconds = 0.0
+        """What encoding one is assumed to take."""
         self.has_adapters = False
         """Whether requests name LoRA adapters…"""
         self.adapter_loads = self.adapter_evictions = 0
@@ -170,6 +176,11 @@ class SimulationResult:
             "accepted_drafts": self.accepted_drafts,
             "saved_blocks": self.saved_blocks,
             "loaded_blocks": self.loaded_blocks,
+            "disk_writes": self.disk_writes,
+            "disk_reads": self.disk_reads,
+            "images_encoded": self.images_encoded,
+            "images_cached": self.images_cached,
+            "image_seconds": self.image_seconds if self.images_encoded else None,
             "adapter_loads": self.adapter_loads,
             "adapter_evictions": self.adapter_evictions,
             "steps": self.steps,

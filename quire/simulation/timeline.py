@@ -1,10 +1,17 @@
-"""The steps of a simulation as a trace file that Perfetto (ui.perfetto.dev) and chrome://tracing open."""
+"""What happened in a simulation, for other programs: its steps as a trace file that Perfetto (ui.perfetto.dev) and
+chrome://tracing open, and the slowest requests as the page's timelines."""
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import json
+from collections.abc import Callable
 from typing import Any
 
+import msgspec
+
+from quire.messages.engine_view import RequestTimeline
 from quire.simulation.device import SimulatedStep
 
 MOST_STEPS = 200_000
@@ -43,3 +50,30 @@ class Timeline:
         ]
         with open(path, "w", encoding="utf-8") as file:
             json.dump({"traceEvents": names + self._events, "displayTimeUnit": "ms"}, file)
+
+
+class SlowestRequests:
+    """Keeps the timelines of the slowest requests, as `GET /v1/engine/requests/{id}/timeline` has them."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._kept: list[tuple[float, int, RequestTimeline]] = []
+        self._order = itertools.count()
+
+    def note(self, seconds: float, timeline: Callable[[], RequestTimeline | None]) -> None:
+        """A request has ended, that took so long."""
+        if len(self._kept) == self._count and seconds <= self._kept[0][0]:
+            return
+        if (found := timeline()) is not None:
+            keep = heapq.heappush if len(self._kept) < self._count else heapq.heapreplace
+            keep(self._kept, (seconds, next(self._order), msgspec.structs.replace(found, offset=0.0)))
+
+    @property
+    def timelines(self) -> list[RequestTimeline]:
+        """The slowest first."""
+        return [timeline for _, _, timeline in sorted(self._kept, reverse=True)]
+
+    def write(self, path: str) -> None:
+        """Write a file with a list of them."""
+        with open(path, "wb") as file:
+            file.write(msgspec.json.encode(self.timelines))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,8 +19,9 @@ from quire.messages.plan import StepPlan
 from quire.simulation.costs import CostModel, StepWork
 from quire.simulation.device import SimulatedStep
 from quire.simulation.fleet import Fleet, FleetOptions
-from quire.simulation.load import Conversation, LoadOptions, OpenConversation, Turn, draw_load
+from quire.simulation.load import Conversation, LoadOptions, OpenConversation, Turn, draw_load, read_trace
 from quire.simulation.measurements import LogHistogram, SimulationResult
+from quire.simulation.timeline import SlowestRequests
 
 FLAT = CostModel(
     "flat", "by hand", [(1, 0.01), (64, 0.01), (128, 0.02)], context_seconds=1e-6, pair_seconds=1e-7,
@@ -41,8 +44,8 @@ def test_a_lone_request_takes_the_sum_of_its_steps() -> None:
     result = fleet.run([single(100, 4, at=3.0)])
     # 100 prompt tokens in steps of at most 64, then three decodes; each attends to itself and all before it.
     expected = [
-        StepWork(0, 64, 0, 64 * 65 // 2),
-        StepWork(0, 36, 0, 36 * 64 + 36 * 37 // 2),
+        StepWork(0, 64, 0, 64 * 65 // 2, prompts=1),
+        StepWork(0, 36, 0, 36 * 64 + 36 * 37 // 2, prompts=1),
         *(StepWork(1, 0, 100 + i, 0) for i in (1, 2, 3)),
     ]
     assert shapes == expected
@@ -115,6 +118,30 @@ def test_requests_of_a_replica_that_dies_go_on_elsewhere() -> None:
     assert result.duration > undisturbed.duration
     alone = simulate(load, FleetOptions(kills=((0, 0.4),), restart_seconds=5.0))
     assert alone.completed == 30 and alone.duration > 5.0
+
+
+def test_a_trace_of_texts_shares_what_is_the_same(tmp_path: Path) -> None:
+    system, trace = "You are a careful assistant. " * 10, tmp_path / "trace.jsonl"
+    lines = [{"timestamp": i, "output_length": 4, "prompt": system + 100 * str(i)} for i in range(3)]
+    lines.append({"timestamp": 9, "output_length": 4, "messages": [{"role": "user", "content": system + "x" * 100}]})
+    trace.write_text("\n".join(json.dumps(line) for line in lines))
+    load = read_trace(str(trace), unit=1.0)
+    assert [each.at for each in load] == [0.0, 1.0, 2.0, 9.0]
+    assert [each.length - 4 for each in load] == [(290 + 100) // 4] * 4
+    # 290 characters have four whole blocks of 16 tokens, of four characters each; later lines find them.
+    assert simulate(load).cached_tokens == 3 * 64
+
+
+def test_the_slowest_requests_have_timelines() -> None:
+    load = [single(40, 4, at=5.0 * i) for i in range(6)] + [single(100, 30, at=50.0), single(30, 20, at=60.0)]
+    slowest = SlowestRequests(2)
+    Fleet(FLAT, UNPACED, slowest=slowest).run(load)
+    longest, second = slowest.timelines
+    assert (longest.prompt_tokens, second.prompt_tokens, longest.arrival) == (100, 30, 50.0)
+    assert [step.computed for step in longest.steps] == [64, 36, *[1] * 29]
+    assert longest.steps[0].start == pytest.approx(50.0) and longest.is_whole and longest.finish_reason == "length"
+    expected = FLAT.seconds(StepWork(0, 64, 0, 64 * 65 // 2))
+    assert longest.steps[0].end == pytest.approx(50.0 + expected)
 
 
 def test_a_tight_cache_preempts_and_everything_finishes() -> None:
