@@ -30,7 +30,7 @@ from quire.server.lifecycle.connection import LimitedProtocol
 
 logger = logging.getLogger(__name__)
 
-BACKLOG = 2048
+BACKLOG = 1 << 14
 KEEP_ALIVE_SECONDS = 75
 """Idle connections are closed after this; longer than clients keep theirs, so that clients close first."""
 TLS_CIPHERS = "TLSv1"
