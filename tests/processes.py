@@ -45,3 +45,10 @@ def rss(pid: int) -> int:
     """Resident memory of a process, in bytes."""
     pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def own_memory(pid: int) -> int:
+    """Memory of a process that is not the content of files, resident or swapped out, in bytes. How much of its files
+    is resident, libraries included, the kernel decides: it takes pages back when other processes need room."""
+    lines = (line.split() for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    return sum(int(line[1]) << 10 for line in lines if line and line[0] in ("RssAnon:", "VmSwap:"))

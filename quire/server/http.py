@@ -143,7 +143,9 @@ class Exchange:
     async def read_json(self, kind: type[T]) -> T:
         """The body as a struct; raises `ApiError` for anything else."""
         self._check_content_type()
-        body = await self.work(self._decode, await self.read_body(), kind)
+        data = await self.read_body()
+        await self._limits.turns.take()
+        body = await self.work(self._decode, data, kind)
         self.client_names = getattr(body, "client_names", {})
         return body
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from quire.api.work_pool import WorkPool
 from quire.messages.json_limits import JsonLimits
 from quire.server.errors import ApiError, retry_text
 from quire.server.fronts.counts import Count, FrontCounts
+from quire.server.lifecycle.loop_turns import LoopTurns
 
 REMEMBERED_ENDS = 64
 LONGEST_RETRY_SECONDS = 60.0
@@ -41,6 +42,8 @@ class RequestLimits:
     """Where requests with images are prepared."""
     strict_fields: bool = False
     """Whether fields that nothing reads are refused."""
+    turns: LoopTurns = field(default_factory=LoopTurns)
+    """Of requests that arrive at once."""
 
 
 class OpenBodies:

@@ -25,11 +25,12 @@ from quire.server.app import find_middleware, make_app
 from quire.server.config import ServerConfig
 from quire.server.context import ServerContext
 from quire.server.fronts.hub import Fronts, NoFronts, make_fronts
+from quire.server.lifecycle.accepting import FrontListener
 from quire.server.lifecycle.connection import LimitedProtocol
 
 logger = logging.getLogger(__name__)
 
-BACKLOG = 2048
+BACKLOG = 1 << 14
 KEEP_ALIVE_SECONDS = 75
 """Idle connections are closed after this; longer than clients keep theirs, so that clients close first."""
 TLS_CIPHERS = "TLSv1"
@@ -137,6 +138,9 @@ class HttpServer(uvicorn.Server):
         )
         self.config.max_header_bytes = config.max_header_bytes  # type: ignore[attr-defined]
         self.config.stall_timeout = config.stall_timeout  # type: ignore[attr-defined]
+        self._counts = context.admission.counts
+        if self._counts.fronts > 1:
+            self.config.front_counts = self._counts  # type: ignore[attr-defined]
         self._context = context
         self._settings = config
         self._stopping = asyncio.Event()
@@ -151,6 +155,22 @@ class HttpServer(uvicorn.Server):
         on_ready()
         await self.main_loop()
         await self.shutdown(sockets=[sock])
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Accept requests: with several fronts, those that are this front's share."""
+        if self._counts.fronts == 1:
+            await super().startup(sockets)
+            return
+        config, state = self.config, self.server_state
+
+        def make_protocol() -> asyncio.Protocol:
+            return LimitedProtocol(config=config, server_state=state, app_state={})
+
+        self.servers = [
+            FrontListener(sock, self._counts, make_protocol, config.ssl)  # type: ignore[misc]
+            for sock in sockets or []
+        ]
+        self.started = True
 
     def on_signal(self) -> None:
         """SIGTERM or Ctrl-C."""

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from quire import LLM, SamplingParams
-from tests.processes import descendants, descriptors, rss
+from tests.processes import descendants, descriptors, own_memory
 from tests.server.attacked_server import AttackedServer, attacked_server
 from tests.server.traffic import TEXT, Ask, Users, draw, users_of
 
@@ -244,13 +244,13 @@ def sample(users: Users, at: float) -> Sample:
     memory = 0
     for pid in family:
         try:
-            memory += rss(pid)
+            memory += own_memory(pid)
         except OSError:  # a process that has just ended
             continue
     return Sample(
         at=round(at, 1),
-        front=rss(attacked.pid),
-        engine=rss(engine),
+        front=own_memory(attacked.pid),
+        engine=own_memory(engine),
         grammars=memory,
         descriptors=sum(descriptors(attacked.pid).values()) + sum(descriptors(engine).values()),
         processes=2 + len(family),

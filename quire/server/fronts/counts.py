@@ -22,6 +22,10 @@ class Count(enum.IntEnum):
     """Of the bodies of open requests."""
     REJECTED_REQUESTS = 4
     REJECTED_TOKENS = 5
+    CONNECTIONS = 6
+    """Open, with or without a request."""
+    ACCEPTING = 7
+    """1: it accepts connections."""
 
 
 ENDLESS = (Count.REJECTED_REQUESTS, Count.REJECTED_TOKENS)
@@ -49,6 +53,16 @@ class FrontCounts:
     def total(self, count: Count) -> int:
         """The sum over all fronts."""
         return sum(self._values[count :: len(Count)])
+
+    def own(self, count: Count) -> int:
+        """This front's counter."""
+        return self._values[self._own + count]
+
+    def fewest_connections(self) -> int:
+        """Of a front that accepts more; 0 if none does."""
+        size = len(Count)
+        connections, accepting = self._values[Count.CONNECTIONS :: size], self._values[Count.ACCEPTING :: size]
+        return min((many for many, accepts in zip(connections, accepting, strict=True) if accepts), default=0)
 
     def end(self, number: int) -> None:
         """Front `number` has exited, and what it held is free. Only the hub calls it."""

@@ -12,6 +12,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from quire.resource_limits import are_descriptors_short, descriptor_limit, log_cause
 from quire.server.errors import ApiError, error_json, phrase, unavailable
+from quire.server.fronts.counts import Count, FrontCounts
 from quire.server.http import ABORT, CHUNKS
 
 HEAD_SECONDS = 30.0
@@ -35,6 +36,8 @@ class LimitedProtocol(HttpToolsProtocol):
         super().__init__(*arguments, **settings)
         self._max_head: int = getattr(self.config, "max_header_bytes", 1 << 16)
         self._stall: float = getattr(self.config, "stall_timeout", 60.0)
+        self._counts: FrontCounts | None = getattr(self.config, "front_counts", None)
+        """Set if several fronts share the port."""
         self._is_in_head = True
         self._unframed_bytes = 0
         """Received since the last piece of a body or the end of a message: headers, trailers, chunk framing."""
@@ -53,12 +56,16 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        if self._counts is not None:
+            self._counts.add(Count.CONNECTIONS, 1)
         sock = transport.get_extra_info("socket")
         self._is_one_too_many = sock is not None and are_descriptors_short(sock.fileno())
         seconds = REFUSED_SECONDS if self._is_one_too_many else HEAD_SECONDS
         self._head_timer = self.loop.call_later(seconds, self._close_if_open)
 
     def connection_lost(self, exc: Exception | None) -> None:
+        if self._counts is not None:
+            self._counts.add(Count.CONNECTIONS, -1)
         for timer in (self._head_timer, self._unread_timer, self.timeout_keep_alive_task):
             if timer is not None:
                 timer.cancel()

@@ -505,6 +505,9 @@ class TestEnds:
         client = live.openai()
         first = ask(client)
         live.assert_idle()
+        if has_disk:  # what is written later than the answer is lost with the engine
+            blocks = -(-(first.usage.total_tokens - 1) // 16)
+            wait_until(lambda: live.engine_metrics()["quire:disk_blocks"] >= blocks)
         os.kill(host.llm.replicas[0].engine.pid, signal.SIGKILL)
         second = ask(client, "go on", previous_response_id=first.id)
         assert_answers(live, second, HELLO, first.output_text, "go on")
