@@ -21,7 +21,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from quire import AsyncLLM, SamplingParams
+from quire import AsyncLLM, RequestOutputKind, SamplingParams
 from quire.energy.meters import METERS, Meter, MeterContext, MeterError
 from quire.registry import resolve
 
@@ -56,9 +56,13 @@ async def metrics_of(llm: AsyncLLM) -> dict[str, float]:
     return found
 
 
-async def one(llm: AsyncLLM, run: Run, name: str, prompt: list[int], tokens: int) -> None:
+async def one(llm: AsyncLLM, run: Run, name: str, prompt: list[int], tokens: int, *, streams: bool = True) -> None:
+    """One request, added to `run`. `streams`: each token is sent; else latencies are those of the whole request."""
     begin = last = time.monotonic()
-    params = SamplingParams(max_tokens=tokens, ignore_eos=True, temperature=0.8, seed=1)
+    sends = RequestOutputKind.CUMULATIVE if streams else RequestOutputKind.FINAL_ONLY
+    params = SamplingParams(
+        max_tokens=tokens, ignore_eos=True, temperature=0.8, seed=1, output_kind=sends, detokenize=False
+    )
     outputs = []
     async for output in llm.generate({"prompt_token_ids": prompt}, params, name):
         now = time.monotonic()

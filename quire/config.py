@@ -161,6 +161,12 @@ class EngineConfig:
         "requests go on, before they fail; 0: they fail at once",
         "device",
     )
+    in_process: bool = option(
+        False,
+        "Run the engine in the server's own process, in a thread: less memory; a crash in native code or a step that "
+        "hangs ends the server, and the engine computes on one rank, with quire's own models. LLM always does so",
+        "device",
+    )
     distributed_executor_backend: str | None = option(
         None,
         "How ranks run: uni (in the engine's own process), mp (one process per rank, on this machine), ray (one actor "

@@ -185,6 +185,7 @@ def _check_parallel(config: EngineConfig) -> None:
             backend,
         )
     _check_ray(config)
+    _check_in_process(config)
     if config.record is not None and config.data_parallel_size > 1:
         raise ConfigError(
             f"record works with one engine, but data_parallel_size is {config.data_parallel_size}: use one replica",
@@ -198,6 +199,27 @@ def _check_parallel(config: EngineConfig) -> None:
             "kv_disk",
             config.kv_disk,
         )
+
+
+def _check_in_process(config: EngineConfig) -> None:
+    if not config.in_process:
+        return
+    for name in ("data_parallel_size", "tensor_parallel_size", "pipeline_parallel_size"):
+        if (value := getattr(config, name)) > 1:
+            raise ConfigError(
+                f"in_process runs one engine with one rank, in the caller's process, but {name} is {value}: use one of "
+                "them",
+                "in_process",
+                True,
+            )
+    for name, refused in (("distributed_executor_backend", ("mp", "ray")), ("model_impl", ("transformers",))):
+        if (chosen := getattr(config, name)) in refused:
+            raise ConfigError(
+                f"in_process runs one rank of quire's own models, in the caller's process, but {name} is {chosen!r}: "
+                "use one of them",
+                "in_process",
+                True,
+            )
 
 
 def _check_ray(config: EngineConfig) -> None:

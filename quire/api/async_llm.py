@@ -94,9 +94,13 @@ class AsyncLLM:
         generation = read_generation_config(files, config)
         self._outputs = OutputProcessor()
         self._group = self._make_group(files, model)
+        tokenizer = None
+        if config.in_process and not config.skip_tokenizer_init:  # before the engine's thread imports torch
+            tokenizer = tokenizer_of(config, files, spares_torch=spares_torch)
         self._group.start()
         try:  # the tokenizer is loaded while the engines start
-            tokenizer = None if config.skip_tokenizer_init else tokenizer_of(config, files, spares_torch=spares_torch)
+            if tokenizer is None and not config.skip_tokenizer_init:
+                tokenizer = tokenizer_of(config, files, spares_torch=spares_torch)
         except BaseException:
             self._group.kill()
             raise

@@ -29,6 +29,7 @@ from quire.engine.engine_info import EngineInfo
 from quire.engine.remote import EngineHandle, RemoteEngine, error_of
 from quire.engine.session_calls import REPEATABLE, SessionAnswer, SessionOp
 from quire.engine.stats import Metric
+from quire.engine.thread import ThreadEngine
 from quire.errors import SHUT_DOWN, EngineDeadError
 from quire.loading.files import ModelFiles
 from quire.loading.model_config import ModelConfig
@@ -94,7 +95,9 @@ class EngineGroup:
             raise
 
     def start_engine(self, number: int) -> EngineHandle:
-        """Start the process of one engine."""
+        """Start the process of one engine, or its thread."""
+        if self._config.in_process:
+            return ThreadEngine(self._config, self._files, self._model, self._grammar_ends)
         return RemoteEngine(
             replica_config(self._config, number), self._files, self._model, self._module, number, len(self.replicas),
             "" if self.lockstep is None else self.lockstep.rendezvous_file(number), self._grammar_ends,

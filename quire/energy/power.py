@@ -15,7 +15,11 @@ LONGEST_HOLD_SECONDS = 1.0
 PAYBACK_SECONDS = 2.0
 """Time in which a debt is paid back."""
 MOST_DEBT_SECONDS = 5.0
-"""A debt, or a credit, is not remembered beyond what the budget allows in this time."""
+"""A debt is not remembered beyond what the budget allows in this time…"""
+MOST_CREDIT_SECONDS = 0.05
+"""…and a credit, from a time with little load, is nearly none: a burst after it is within the budget too."""
+AIM = 0.99
+"""The share of the budget that is aimed at: the average is to be at or below the budget, not around it."""
 LEAST_GAP = 0.02
 """The budget is taken to be at least this share above idle power: below, no pause is long enough."""
 WARM_DEGREES = 8.0
@@ -44,8 +48,9 @@ class PowerController:
         weight = min(1.0, seconds / 10.0) if self.average else 1.0
         self.average += weight * (joules / seconds - self.average)
         if self.budget is not None:
-            most = self.budget * MOST_DEBT_SECONDS
-            self.debt = min(most, max(-most / 10, self.debt + joules - self.budget * seconds))
+            aim = AIM * self.budget
+            debt = self.debt + joules - aim * seconds
+            self.debt = min(MOST_DEBT_SECONDS * aim, max(-MOST_CREDIT_SECONDS * aim, debt))
 
     def warm(self, headroom: float | None) -> None:
         """The device is `headroom` degrees below its limit; None: not known."""
@@ -56,8 +61,9 @@ class PowerController:
         """Seconds to wait after a step that took `step_seconds`."""
         hold = step_seconds * (1 / self.duty - 1)
         if self.budget is not None and busy_watts is not None:
-            room = max(self.budget - (idle_watts or 0.0), LEAST_GAP * self.budget)
-            pause = step_seconds * max(0.0, busy_watts - self.budget) / room
+            aim = AIM * self.budget
+            room = max(aim - (idle_watts or 0.0), LEAST_GAP * aim)
+            pause = step_seconds * max(0.0, busy_watts - aim) / room
             pause += self.debt / room * (step_seconds + pause) / PAYBACK_SECONDS
             hold = max(hold, pause)
         return min(LONGEST_HOLD_SECONDS, max(0.0, hold))

@@ -205,21 +205,25 @@ def _start(link: ipc.MessageLink, make: MakeEngine | None) -> EngineCore | None:
         if make is None:
             limit_to_share(config, start.replica, start.replicas)
         lockstep = (start.replica, start.replicas, start.rendezvous)
-        default = functools.partial(_make_default, lockstep=lockstep, grammar_ends=start.grammar_ends)
+        default = functools.partial(make_default, lockstep=lockstep, grammar_ends=start.grammar_ends)
         core, info = (make or default)(config, files, model)
     except Exception as error:
-        if reason := out_of_memory_reason(error) if not isinstance(error, QuireError) else "":
-            link.send(refusal("", OutOfResourcesError(reason)))
-            return None
-        if not isinstance(error, QuireError):
-            logger.exception("the engine could not be started")
-        link.send(refusal("", error))
+        link.send(start_refusal(error))
         return None
     link.send(ipc.ready_message(info))
     return core
 
 
-def _make_default(
+def start_refusal(error: Exception) -> ipc.RequestRefused:
+    """The error that kept an engine from starting, as a message."""
+    if not isinstance(error, QuireError):
+        if reason := out_of_memory_reason(error):
+            return refusal("", OutOfResourcesError(reason))
+        logger.error("the engine could not be started", exc_info=error)
+    return refusal("", error)
+
+
+def make_default(
     config: EngineConfig,
     files: ModelFiles,
     model: ModelConfig,
@@ -236,13 +240,18 @@ def _make_default(
     return make_engine(config, files, model, STREAM_STRETCH, address, TENANT_GRAMMARS, quota, grammar_ends)
 
 
+def death_notice(error: Exception) -> ipc.Died:
+    """The last message of a loop that failed."""
+    if isinstance(error, EngineDeadError):
+        return ipc.Died(str(error))
+    logger.error("the engine's loop failed", exc_info=error)
+    return ipc.Died(f"its loop failed: {type(error).__name__}: {error}")
+
+
 def _die(link: ipc.MessageLink, error: Exception) -> None:
     """Send the reason and exit at once: cleaning up on a lost device may hang, but not that of temporary files."""
-    if not isinstance(error, EngineDeadError):
-        logger.error("the engine's loop failed", exc_info=error)
-    message = str(error) if isinstance(error, EngineDeadError) else f"its loop failed: {type(error).__name__}: {error}"
     with contextlib.suppress(OSError):
-        link.send(ipc.Died(message))
+        link.send(death_notice(error))
     if (tiers := sys.modules.get("quire.engine.tiers")) is not None:  # otherwise it has no sessions
         tiers.remove_scratch()
     os._exit(1)

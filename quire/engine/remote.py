@@ -69,26 +69,13 @@ class EngineHandle(Protocol):
     def stop(self) -> None: ...
 
 
-class RemoteEngine:
-    """Starts the process, passes messages, and reports its death. It cannot be restarted: make another."""
+class LinkedEngine:
+    """The asyncio end of a socket to an engine's loop. Subclasses say where the loop runs, and how it ends."""
 
     info: EngineInfo
     """Set by `wait_until_ready`."""
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        files: ModelFiles,
-        model: ModelConfig,
-        module: str = "quire.engine.process",
-        replica: int = 0,
-        replicas: int = 1,
-        rendezvous: str = "",
-        grammar_ends: Sequence[int] = (),
-    ) -> None:
-        """Starts the process, which runs `module`, without waiting for it: call `wait_until_ready` next. `replica`: its
-        number among the `replicas` that share the machine; `rendezvous`: path of the file through which engines in
-        lockstep find each other; `grammar_ends`: as in `StartEngine`."""
+    def __init__(self, files: ModelFiles, model: ModelConfig, sock: socket.socket) -> None:
         self._files, self._model = files, model
         self.death = ""
         """Why it cannot be used any more; empty while it is alive."""
@@ -98,29 +85,37 @@ class RemoteEngine:
         self._frames = FrameSplitter()
         self._unsent = bytearray()
         self._exit_task: asyncio.Task[None] | None = None
-        # Raises for settings that cannot be sent, before the process is started.
-        start = ipc.encode(
-            ipc.StartEngine(
-                **child_context(config, files),
-                replica=replica,
-                replicas=replicas,
-                rendezvous=rendezvous,
-                grammar_ends=list(grammar_ends),
-            )
-        )
-        self._socket, theirs = socket.socketpair()
-        self._inlet = SocketReader(self._socket)
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", module, str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                env=child_environment(),
-            )
-        self.kill = weakref.finalize(self, _kill, self._process, self._socket, os.getpid())
-        """Kills the process; also runs when this object is collected or the interpreter exits."""
-        with contextlib.suppress(ConnectionError):  # it has exited already, which the next read reports
-            self._socket.sendall(start)
+        self._socket = sock
+        self._inlet = SocketReader(sock)
+
+    # How the loop ends
+
+    kill: Callable[[], object]
+    """Ends the loop as soon as that can be done; calling it twice is fine."""
+
+    @property
+    def pid(self) -> int:
+        """The process of the loop."""
+        raise NotImplementedError
+
+    @property
+    def _title(self) -> str:
+        """What has ended, in reasons."""
+        raise NotImplementedError
+
+    @property
+    def _has_ended(self) -> bool:
+        raise NotImplementedError
+
+    def _describe_end(self) -> str:
+        """How it ended, in words."""
+        raise NotImplementedError
+
+    def _wait_for_end(self, seconds: float) -> bool:
+        """Whether it ends within `seconds`."""
+        raise NotImplementedError
+
+    # Messages
 
     def wait_until_ready(self) -> None:
         """Blocks until the engine is ready; raises the error that kept it from starting."""
@@ -130,12 +125,6 @@ class RemoteEngine:
             self.kill()
             raise
         self._socket.setblocking(False)
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    # Messages
 
     def attach(self) -> None:
         """Let the running event loop read messages, instead of the loop attached before."""
@@ -156,7 +145,7 @@ class RemoteEngine:
         self._loop = None
 
     def send(self, message: ipc.Down | bytes) -> None:
-        """Send, or buffer until the socket has room; never waits. Does nothing if the process is dead."""
+        """Send, or buffer until the socket has room; never waits. Does nothing if the engine is dead."""
         if self.death:
             return
         self._unsent += message if isinstance(message, bytes) else ipc.encode(message)
@@ -197,73 +186,14 @@ class RemoteEngine:
         try:
             message = ipc.decode_up(payload)
         except msgspec.MsgspecError as error:  # the call it answers is unknown and would wait forever
-            self._report_death(f"the engine's process (pid {self.pid}) sent an unreadable message: {error}")
+            self._report_death(f"{self._title} sent an unreadable message: {error}")
             return
         if isinstance(message, ipc.RelayedLog):
             message.relay()
         elif isinstance(message, ipc.Died):
-            self._report_death(f"the engine's process (pid {self.pid}) has ended: {message.message}")
+            self._report_death(f"{self._title} has ended: {message.message}")
         else:
             self.on_message(message)
-
-    # The end
-
-    def _on_close(self) -> None:
-        """The socket is closed: find out how the process ended, and report it."""
-        loop = self._loop
-        self.detach()
-        if not self.death and loop is not None:
-            self._exit_task = loop.create_task(self._wait_for_exit())
-
-    async def _wait_for_exit(self) -> None:
-        deadline = time.monotonic() + EXIT_STATUS_SECONDS
-        while self._process.poll() is None and time.monotonic() < deadline:
-            await asyncio.sleep(0.005)
-        self._report_death(_describe_exit(self._process))
-
-    def _report_death(self, reason: str) -> None:
-        if not self.death:
-            self.death = reason
-            self.detach()
-            self.on_death(reason)
-
-    def exit_reason(self, seconds: float) -> str:
-        """How the process ended, if it has or does so within `seconds`; else empty."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(seconds)
-            return _describe_exit(self._process)
-        return ""
-
-    def end(self, reason: str) -> None:
-        """Kill the process, and report this reason."""
-        if self._process.poll() is None:
-            self._process.kill()
-        self._report_death(reason)
-
-    def close(self, reason: str) -> None:
-        """Stop sending and receiving; call `stop` next."""
-        self.detach()
-        self.death = self.death or reason
-
-    def stop(self) -> None:
-        """End the process of a closed engine. Blocks until it has exited."""
-        if self._process.poll() is None:
-            with contextlib.suppress(OSError):
-                self._socket.settimeout(STOP_SECONDS)
-                self._socket.sendall(bytes(self._unsent) + ipc.encode(ipc.ShutdownEngine()))
-            self._drain_until_exit()
-        self.kill()
-
-    def _drain_until_exit(self) -> None:
-        """Keep reading, so that a process blocked in a send gets to the shutdown message."""
-        deadline = time.monotonic() + STOP_SECONDS
-        with contextlib.suppress(OSError):
-            while (left := deadline - time.monotonic()) > 0:
-                self._socket.settimeout(left)
-                if not self._inlet.receive():
-                    break
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(max(0.0, deadline - time.monotonic()))
 
     def _receive_ready(self) -> ipc.EngineReady:
         """Wait for `EngineReady`; raises the error if the engine could not start."""
@@ -276,15 +206,131 @@ class RemoteEngine:
                     raise error_of(message)
                 if isinstance(message, ipc.RelayedLog):
                     message.relay()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(EXIT_STATUS_SECONDS)
-        raise EngineDeadError(f"{_describe_exit(self._process)}, before it was ready")
+        self._wait_for_end(EXIT_STATUS_SECONDS)
+        raise EngineDeadError(f"{self._describe_end()}, before it was ready")
 
     def _receive(self) -> memoryview:
         try:
             return self._inlet.receive()
         except OSError:  # it is dead, or was killed by another thread
             return memoryview(b"")
+
+    # The end
+
+    def _on_close(self) -> None:
+        """The socket is closed: find out how the loop ended, and report it."""
+        loop = self._loop
+        self.detach()
+        if not self.death and loop is not None:
+            self._exit_task = loop.create_task(self._wait_for_exit())
+
+    async def _wait_for_exit(self) -> None:
+        deadline = time.monotonic() + EXIT_STATUS_SECONDS
+        while not self._has_ended and time.monotonic() < deadline:
+            await asyncio.sleep(0.005)
+        self._report_death(self._describe_end())
+
+    def _report_death(self, reason: str) -> None:
+        if not self.death:
+            self.death = reason
+            self.detach()
+            self.on_death(reason)
+
+    def exit_reason(self, seconds: float) -> str:
+        """How it ended, if it has or does so within `seconds`; else empty."""
+        return self._describe_end() if self._wait_for_end(seconds) else ""
+
+    def close(self, reason: str) -> None:
+        """Stop sending and receiving; call `stop` next."""
+        self.detach()
+        self.death = self.death or reason
+
+    def stop(self) -> None:
+        """End a closed engine. Blocks until it has ended."""
+        if not self._has_ended:
+            with contextlib.suppress(OSError):
+                self._socket.settimeout(STOP_SECONDS)
+                self._socket.sendall(bytes(self._unsent) + ipc.encode(ipc.ShutdownEngine()))
+            self._drain_until_exit()
+        self.kill()
+
+    def _drain_until_exit(self) -> None:
+        """Keep reading, so that a loop blocked in a send gets to the shutdown message."""
+        deadline = time.monotonic() + STOP_SECONDS
+        with contextlib.suppress(OSError):
+            while (left := deadline - time.monotonic()) > 0:
+                self._socket.settimeout(left)
+                if not self._inlet.receive():
+                    break
+        self._wait_for_end(max(0.0, deadline - time.monotonic()))
+
+
+class RemoteEngine(LinkedEngine):
+    """Starts the process, passes messages, and reports its death. It cannot be restarted: make another."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        files: ModelFiles,
+        model: ModelConfig,
+        module: str = "quire.engine.process",
+        replica: int = 0,
+        replicas: int = 1,
+        rendezvous: str = "",
+        grammar_ends: Sequence[int] = (),
+    ) -> None:
+        """Starts the process, which runs `module`, without waiting for it: call `wait_until_ready` next. `replica`: its
+        number among the `replicas` that share the machine; `rendezvous`: path of the file through which engines in
+        lockstep find each other; `grammar_ends`: as in `StartEngine`."""
+        # Raises for settings that cannot be sent, before the process is started.
+        start = ipc.encode(
+            ipc.StartEngine(
+                **child_context(config, files),
+                replica=replica,
+                replicas=replicas,
+                rendezvous=rendezvous,
+                grammar_ends=list(grammar_ends),
+            )
+        )
+        ours, theirs = socket.socketpair()
+        super().__init__(files, model, ours)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", module, str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                env=child_environment(),
+            )
+        self.kill = weakref.finalize(self, _kill, self._process, self._socket, os.getpid())
+        """Kills the process; also runs when this object is collected or the interpreter exits."""
+        with contextlib.suppress(ConnectionError):  # it has exited already, which the next read reports
+            self._socket.sendall(start)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def _title(self) -> str:
+        return f"the engine's process (pid {self.pid})"
+
+    @property
+    def _has_ended(self) -> bool:
+        return self._process.poll() is not None
+
+    def _describe_end(self) -> str:
+        return describe_exit(self._process, "the engine's process")
+
+    def _wait_for_end(self, seconds: float) -> bool:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(seconds)
+        return self._has_ended
+
+    def end(self, reason: str) -> None:
+        """Kill the process, and report this reason."""
+        if self._process.poll() is None:
+            self._process.kill()
+        self._report_death(reason)
 
 
 def error_of(refused: ipc.RequestRefused) -> QuireError:
@@ -301,10 +347,6 @@ def engine_info(ready: ipc.EngineReady, files: ModelFiles, model: ModelConfig) -
     fields: dict[str, Any] = msgspec.structs.asdict(ready)
     keys = ContentKeys.rooted(ready.block_size, fields.pop("key_root"))
     return EngineInfo(files=files, model=model, keys=keys, **fields)
-
-
-def _describe_exit(process: subprocess.Popen[bytes]) -> str:
-    return describe_exit(process, "the engine's process")
 
 
 def _kill(process: subprocess.Popen[bytes], sock: socket.socket, owner: int) -> None:

@@ -64,6 +64,13 @@ def load_modules(llm: AsyncLLM, config: ServerConfig) -> None:
 
 def check_modules(engine: EngineConfig, config: ServerConfig) -> None:
     """Refuse adapters that cannot be served before the model is loaded, as far as that is possible."""
+    if engine.in_process and config.api_server_count != 1:
+        raise ConfigError(
+            f"in_process keeps the server in one process, but api_server_count is {config.api_server_count}: use one "
+            "of them",
+            "in_process",
+            True,
+        )
     if config.lora_modules and not engine.enable_lora:
         raise ConfigError("lora_modules needs enable_lora (--enable-lora)", "lora_modules")
     for request in config.adapters:

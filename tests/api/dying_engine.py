@@ -15,7 +15,7 @@ import sys
 from quire.config import EngineConfig
 from quire.engine.core import EngineCore
 from quire.engine.engine_info import EngineInfo
-from quire.engine.process import _make_default, main
+from quire.engine.process import main, make_default
 from quire.loading.files import ModelFiles
 from quire.loading.model_config import ModelConfig
 from quire.messages.outputs import StepOutputs
@@ -23,7 +23,7 @@ from quire.messages.request import NewRequest
 
 
 def make_dying_engine(config: EngineConfig, files: ModelFiles, model: ModelConfig) -> tuple[EngineCore, EngineInfo]:
-    core, info = _make_default(config, files, model)
+    core, info = make_default(config, files, model)
     line = _take_line()
     if line is None:
         return core, info
