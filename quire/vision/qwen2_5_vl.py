@@ -7,11 +7,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from quire.kernels.segments import Segments, upload
 from quire.layers.build_context import BuildContext
 from quire.vision.layers import (
     GatedVisionMLP,
     Rotation,
-    Segments,
     VisionAttention,
     VisionLinear,
     VisionNorm,
@@ -46,9 +46,14 @@ class Qwen2_5VisionBlock(nn.Module):  # noqa: N801
         self.attn = VisionAttention(build, size, heads, "qkv", "proj")
         self.mlp = GatedVisionMLP(build, size, width, act, bias=True)
 
-    def forward(self, x: torch.Tensor, segments: Segments, rotation: Rotation) -> torch.Tensor:
-        x = x + self.attn(self.norm1(x), segments, rotation)
-        return x + self.mlp(self.norm2(x))
+    def forward(
+        self, x: torch.Tensor, stream: torch.Tensor | None, segments: Segments, rotation: Rotation
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`stream`: the residual stream, to which x is added first; returns what is to be added next, and the stream,
+        which is overwritten."""
+        normed, stream = self.norm1.add(x, stream)
+        normed, stream = self.norm2.add(self.attn(normed, segments, rotation), stream)
+        return self.mlp(normed), stream
 
 
 class Qwen2_5VLEncoder(QwenVisionEncoder):  # noqa: N801
@@ -70,9 +75,7 @@ class Qwen2_5VLEncoder(QwenVisionEncoder):  # noqa: N801
         """Rotation and runs, in the order of the windows."""
         order, windows = self._windows(rows // self.merge, columns // self.merge)
         places = self.places(rows, columns).reshape(-1, self.merge**2, 2)[order].reshape(-1, 2)
-        device = self.build.device
-        rotation = rotation_2d(places, self.head_dim, 10000.0, device)
-        return FrameLayout(rotation, windows, torch.from_numpy(order).to(device))
+        return FrameLayout(rotation_2d(places, self.head_dim, 10000.0, self.build.device), windows, order)
 
     def _windows(self, rows: int, columns: int) -> tuple[np.ndarray, np.ndarray]:
         """(merged blocks in the order of their windows, patches of each window)."""
@@ -82,20 +85,24 @@ class Qwen2_5VLEncoder(QwenVisionEncoder):  # noqa: N801
 
     def transform(self, packed: Packed) -> torch.Tensor:
         """[rows of all items, width]."""
-        orders = [frame.order for frame in packed.frames if frame.order is not None]
-        starts = np.cumsum([0, *map(len, orders)]).tolist()
-        order = torch.cat([own + start for own, start in zip(orders, starts, strict=False)])
-        x = self.patch_embed(packed.patches)
-        x = x.unflatten(0, (-1, self.merge**2))[order].flatten(0, 1)
+        order, inverse, windows = self._orders(packed)
+        x: torch.Tensor = packed.patches.unflatten(0, (-1, self.merge**2))[order].flatten(0, 1)
+        x, stream = self.patch_embed(x), None
         rotation, whole = packed.rotation(), packed.segments()
-        lengths = [frame.windows for frame in packed.frames if frame.windows is not None]
-        windows = Segments(np.concatenate(lengths), self.build.device)
         for number, block in enumerate(self.blocks):
-            x = block(x, whole if number in self.full else windows, rotation)
-        merged = self.merger(x)
-        out = torch.empty_like(merged)
-        out[order] = merged
-        return out
+            x, stream = block(x, stream, whole if number in self.full else windows, rotation)
+        return self.merger(x, stream)[inverse]
+
+    def _orders(self, packed: Packed) -> tuple[torch.Tensor, torch.Tensor, Segments]:
+        """Merged blocks in the order of their windows, their places in it, and the windows' patches."""
+        orders, lengths = zip(*((frame.order, frame.windows) for frame in packed.frames), strict=True)
+        starts = np.cumsum([0, *map(len, orders)])
+        order = np.concatenate([own + start for own, start in zip(orders, starts, strict=False)])
+        inverse = np.empty_like(order)
+        inverse[order] = np.arange(len(order))
+        device = self.build.device
+        both = upload(np.stack((order, inverse)), device)
+        return both[0], both[1], Segments(np.concatenate(lengths), device, windows=True)
 
 
 class QwenMerger(nn.Module):
@@ -109,5 +116,6 @@ class QwenMerger(nn.Module):
         self.up = VisionLinear(build, "mlp.0", joined, joined)
         self.down = VisionLinear(build, "mlp.2", joined, build.config.hidden_size)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(F.gelu(self.up(self.ln_q(x).reshape(-1, self.joined))))
+    def forward(self, x: torch.Tensor, stream: torch.Tensor | None) -> torch.Tensor:
+        normed, _ = self.ln_q.add(x, stream)
+        return self.down(F.gelu(self.up(normed.reshape(-1, self.joined))))

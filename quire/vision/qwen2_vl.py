@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from quire.kernels.segments import Segments
 from quire.layers.build_context import BuildContext
 from quire.vision.layers import (
     Rotation,
-    Segments,
     VisionAttention,
     VisionLinear,
     VisionMLP,
@@ -44,9 +44,14 @@ class QwenVisionBlock(nn.Module):
         self.attn = VisionAttention(build, size, heads, "qkv", "proj")
         self.mlp = VisionMLP(build, size, width, act, mlp)
 
-    def forward(self, x: torch.Tensor, segments: Segments, rotation: Rotation) -> torch.Tensor:
-        x = x + self.attn(self.norm1(x), segments, rotation)
-        return x + self.mlp(self.norm2(x))
+    def forward(
+        self, x: torch.Tensor, stream: torch.Tensor | None, segments: Segments, rotation: Rotation
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`stream`: the residual stream, to which x is added first; returns what is to be added next, and the stream,
+        which is overwritten."""
+        normed, stream = self.norm1.add(x, stream)
+        normed, stream = self.norm2.add(self.attn(normed, segments, rotation), stream)
+        return self.mlp(normed), stream
 
 
 class Qwen2VLEncoder(QwenVisionEncoder):
@@ -64,8 +69,8 @@ class Qwen2VLEncoder(QwenVisionEncoder):
 
     def transform(self, packed: Packed) -> torch.Tensor:
         """[rows of all items, width]."""
-        x = self.patch_embed(packed.patches)
+        x, stream = self.patch_embed(packed.patches), None
         rotation, segments = packed.rotation(), packed.segments()
         for block in self.blocks:
-            x = block(x, segments, rotation)
-        return self.merger(x)
+            x, stream = block(x, stream, segments, rotation)
+        return self.merger(x, stream)

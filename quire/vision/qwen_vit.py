@@ -11,9 +11,10 @@ import numpy as np
 import torch
 from torch import nn
 
+from quire.kernels.segments import Segments
 from quire.layers.build_context import BuildContext
 from quire.messages.media import MediaItem
-from quire.vision.layers import Rotation, Segments, blank_square, normalized, rotation_2d
+from quire.vision.layers import Rotation, blank_square, normalized, rotation_2d
 
 _CACHED_GRIDS = 64
 Grid = tuple[int, int, int]
@@ -27,8 +28,8 @@ class FrameLayout:
     rotation: Rotation
     windows: np.ndarray | None = None
     """Patches of each window, where layers have windows."""
-    order: torch.Tensor | None = None
-    """Merged blocks in the order of the windows; None: there are no windows."""
+    order: np.ndarray | None = None
+    """Merged blocks in the order of the windows."""
     taps: tuple[torch.Tensor, torch.Tensor] | None = None
     """[patches, taps]: which learned positions, and how much of each, where they are interpolated."""
 
