@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import random
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Protocol, TypedDict, TypeVar, Union
 
@@ -12,7 +12,7 @@ import msgspec
 
 from quire import vllm_arguments
 from quire.api.fill_in_middle import FillInMiddle
-from quire.api.media_inputs import MediaInputs, sources_of
+from quire.api.media_inputs import MediaInputs, map_ahead, sources_of
 from quire.api.pooling import PoolingInputs
 from quire.api.prompt_embeds import check_embeds_are_on, embeds_prompt, sent_embeds
 from quire.api.text_encoding import TextEncoder, encode_text
@@ -223,6 +223,19 @@ class InputProcessor:
         if not self._computes_keys:
             return []
         return self._info.keys.of(tokens, salt, spans, kv_identity(adapters, tokens))
+
+    def prepare_ahead(self, prompts: Sequence[PromptType]) -> Iterator[PromptType]:
+        """The prompts in order, their images prepared, several at once in threads."""
+        if sum(isinstance(prompt, Mapping) and bool(prompt.get("multi_modal_data")) for prompt in prompts) < 2:
+            return iter(prompts)
+        return map_ahead(self._with_media, prompts)
+
+    def _with_media(self, prompt: PromptType) -> PromptType:
+        media = self._read_media(prompt)
+        if media is None:
+            return prompt
+        fields: Any = {name: value for name, value in dict(prompt).items() if name != "multi_modal_data"}  # type: ignore[arg-type]
+        return {**fields, "prepared": media}
 
     def _read_media(self, prompt: PromptType) -> Prepared | None:
         """The prompt's images and videos, prepared; None if it has none."""

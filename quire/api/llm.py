@@ -15,6 +15,7 @@ from quire.api.chat_media import take_media
 from quire.api.compat import check_call, engine_arguments, no_such_method
 from quire.api.engine import LLMEngine, ModelSummary
 from quire.api.inputs import AnyParams, PromptType, as_prompts, check_params, one_each
+from quire.api.media_inputs import map_ahead
 from quire.api.output_queues import OutputQueues, Queue
 from quire.api.pooling import Pairs
 from quire.api.progress import Progress
@@ -459,7 +460,8 @@ class LLM:
         ids: list[str] = []
         queue: Queue = []
         try:
-            for prompt, one, level, owner, lora in zip(prompts, params, priorities, tenants, choices, strict=True):
+            ready = self.llm_engine.inputs.prepare_ahead(prompts)
+            for prompt, one, level, owner, lora in zip(ready, params, priorities, tenants, choices, strict=True):
                 if kind is not None and isinstance(one, SamplingParams):
                     one = one.clone()
                     one.output_kind = kind
@@ -498,13 +500,14 @@ class LLM:
         mm_processor_kwargs: dict[str, Any] | None = None,
     ) -> list[PromptType]:
         """Conversations as prompts, rendered by the chat template."""
-        conversations = [messages] if messages and isinstance(messages[0], dict) else list(messages)
+        given: Any = [messages] if messages and isinstance(messages[0], dict) else list(messages)
+        conversations: list[Sequence[Message]] = given
         if not conversations:
             raise ValidationError("chat needs at least one message", "messages", messages)
         renderer, inputs = self._renderer, self.llm_engine.inputs
-        prompts: list[PromptType] = []
-        for conversation in conversations:
-            taken, sources = take_media(conversation, inputs.media.check_kind)  # type: ignore[arg-type]
+
+        def render(conversation: Sequence[Message]) -> PromptType:
+            taken, sources = take_media(conversation, inputs.media.check_kind)
             text = renderer.render_text(
                 taken,
                 tools=tools,
@@ -516,10 +519,10 @@ class LLM:
             # The template writes the special tokens itself; the tokenizer must not add its own.
             if sources:
                 prepared = inputs.prepare_chat(text, sources, mm_processor_kwargs)
-                prompts.append({"prompt": text, "prompt_token_ids": prepared.tokens, "prepared": prepared})
-            else:
-                prompts.append({"prompt": text, "prompt_token_ids": inputs.encode_chat(text)})
-        return prompts
+                return {"prompt": text, "prompt_token_ids": prepared.tokens, "prepared": prepared}
+            return {"prompt": text, "prompt_token_ids": inputs.encode_chat(text)}
+
+        return list(map_ahead(render, conversations) if inputs.media.processor else map(render, conversations))
 
 
 def _choices(lora_request: LoRAChoices, count: int) -> list[LoRAChoice]:

@@ -6,6 +6,7 @@ device is uploaded when first asked for, from pinned memory, without waiting for
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 import numpy as np
@@ -17,7 +18,9 @@ WAYS = (FLASH, TRITON, GROUPS, CUDNN)
 """How attention over segments is computed on a GPU: torch's FlashAttention over packed tokens, the kernel of
 `kernels/triton/packed_attention.py`, torch's attention over runs of one length, or the same by cuDNN."""
 WHOLE, WINDOWS = "whole", "windows"
-attention_ways: dict[str, str] = {WHOLE: FLASH, WINDOWS: FLASH}
+attention_ways: dict[str, str] = dict(
+    zip((WHOLE, WINDOWS), os.environ.get("QUIRE_SEGMENT_ATTENTION", f"{FLASH},{FLASH}").split(","), strict=True)
+)
 """The way for whole pictures, and the one for windows within them. `benchmarks/gpu/images.py` compares them."""
 
 
@@ -88,9 +91,7 @@ def tile_list(lengths: np.ndarray, size: int) -> np.ndarray:
     return np.stack((begin + within * size, begin, begin + lengths[run], np.zeros_like(run)), axis=1).astype(np.int32)
 
 
-def attend_groups(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, scale: float
-) -> torch.Tensor:
+def attend_groups(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, scale: float) -> torch.Tensor:
     """Attention of [T, heads, dim] within each run; [T, heads * dim]. Runs of one length are computed together."""
     parts = []
     groups = segments.groups

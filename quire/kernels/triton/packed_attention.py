@@ -10,7 +10,7 @@ Operations: 4 * dim per head, query and key of its run; 5,476 patches of 16 head
 and the output once, and K and V of a run again, from L2, for each further tile of BLOCK_M queries.
 """
 
-# ruff: noqa: N803, N806
+# ruff: noqa: N803
 
 from __future__ import annotations
 
@@ -126,13 +126,15 @@ def _attend(
 
 
 def packed_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, scale: float, tile: PackedTile | None = None
-) -> torch.Tensor:
-    """Attention of [T, heads, dim], heads contiguous, within each run; [T, heads * dim]. `scale` is positive."""
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, scale: float,
+    tile: PackedTile | None = None, split: bool = True,
+) -> torch.Tensor:  # fmt: skip
+    """Attention of [T, heads, dim], heads contiguous, within each run; [T, heads * dim]. `scale` is positive. `split`:
+    a head is computed in two parts where that is less."""
     _, heads, dim = q.shape
     if tile is None:
         tile = PackedTile(32, 32, 4, 1) if INTERPRETED else WINDOW_TILE if segments.kind == WINDOWS else WHOLE_TILE
-    main, rest = parts_of(dim)
+    main, rest = parts_of(dim) if split else (max(16, triton.next_power_of_2(dim)), 0)
     tiles = segments.tiles(tile.block_m)
     out = q.new_empty(len(q), heads * dim)
     _attend[(len(tiles), heads)](
