@@ -77,7 +77,10 @@ class MediaInputs:
             return None
         folder = None if self._files is None else self._files.folder
         try:
-            return processor_for(self._model, folder, self._tokenizer)
+            processor = processor_for(self._model, folder, self._tokenizer)
+            if processor is not None and not self._config.isolate_tenants:  # a hit is faster: others could tell
+                processor.pictures.capacity = self._config.image_cache_bytes
+            return processor
         except (CheckpointError, UnsupportedModelError) as error:
             logger.warning("the model is served without images: %s", error)
             return None
