@@ -35,6 +35,9 @@ def upload(array: np.ndarray, device: torch.device) -> torch.Tensor:
 class Segments:
     """Runs of a packed sequence, each of which attends within itself."""
 
+    is_partial = False
+    """Whether tokens after the last run belong to none, and attend to nothing."""
+
     def __init__(
         self, lengths: np.ndarray | Sequence[int], device: torch.device, windows: bool = False, longest: int = 0
     ) -> None:
@@ -69,15 +72,56 @@ class Segments:
         """Runs of one length together: (their tokens, None: all in order; runs; length of each)."""
         if self._groups is None:
             starts = np.cumsum(self.lengths) - self.lengths
-            distinct = np.unique(self.lengths)
+            distinct = np.unique(self.lengths[self.lengths > 0])
             self._groups = []
             for length in distinct.tolist():
                 own = starts[self.lengths == length]
                 index = None
-                if len(distinct) > 1:
+                if len(distinct) > 1 or self.is_partial:
                     index = upload((own[:, None] + np.arange(length)).reshape(-1), self.device)
                 self._groups.append((index, len(own), length))
         return self._groups
+
+
+class SegmentBuffers(Segments):
+    """Segments in memory that stays where it is, for graphs: filled with other runs before each replay."""
+
+    is_partial = True
+
+    def __init__(self, kind: str, most_runs: int, tokens: int, longest: int, device: torch.device) -> None:
+        """For at most so many runs of at most `longest` tokens each, and `tokens` together."""
+        super().__init__(np.zeros(most_runs, np.int64), device, kind == WINDOWS, longest)
+        self.tokens = tokens
+        self._starts = torch.zeros(most_runs + 1, dtype=torch.int32, device=device)
+
+    def fits(self, other: Segments) -> bool:
+        """Whether there is room for these."""
+        return len(other.lengths) <= len(self.lengths) and other.longest <= self.longest and other.total <= self.tokens
+
+    def tiles(self, size: int) -> torch.Tensor:
+        """Room for as many as there can be; those of no run are empty."""
+        if size not in self._tiles:
+            most = self.tokens // size + len(self.lengths)
+            self._tiles[size] = torch.zeros(most, 4, dtype=torch.int32, device=self.device)
+            self._tiles[size].copy_(self._padded_tiles(size))
+        return self._tiles[size]
+
+    def _padded_tiles(self, size: int) -> torch.Tensor:
+        found = tile_list(self.lengths, size)
+        padded = np.zeros((self.tokens // size + len(self.lengths), 4), np.int32)
+        padded[: len(found)] = found
+        return upload(padded, self.device)
+
+    def fill(self, other: Segments) -> None:
+        """Become these segments; further runs are empty."""
+        self.lengths = np.zeros_like(self.lengths)
+        self.lengths[: len(other.lengths)] = other.lengths
+        self.total, self._groups = other.total, None
+        starts = np.zeros(len(self.lengths) + 1, np.int32)
+        np.cumsum(self.lengths, out=starts[1:])
+        self.starts.copy_(upload(starts, self.device))
+        for size, tiles in self._tiles.items():
+            tiles.copy_(self._padded_tiles(size))
 
 
 def tile_list(lengths: np.ndarray, size: int) -> np.ndarray:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import nn
@@ -64,6 +66,7 @@ class Qwen2_5VLEncoder(QwenVisionEncoder):  # noqa: N801
         size, heads = int(vision["hidden_size"]), int(vision["num_heads"])
         super().__init__(build, vision, size // heads)
         self.window = int(vision["window_size"]) // self.patch // self.merge
+        self.longest_window = (self.window * self.merge) ** 2
         self.full = frozenset(vision["fullatt_block_indexes"])
         self.patch_embed = VisionLinear(build, "patch_embed.proj", self.kernel, size, bias=False)
         width, act = int(vision["intermediate_size"]), str(vision["hidden_act"])
@@ -85,24 +88,23 @@ class Qwen2_5VLEncoder(QwenVisionEncoder):  # noqa: N801
 
     def transform(self, packed: Packed) -> torch.Tensor:
         """[rows of all items, width]."""
-        order, inverse, windows = self._orders(packed)
-        x: torch.Tensor = packed.patches.unflatten(0, (-1, self.merge**2))[order].flatten(0, 1)
+        x: torch.Tensor = packed.patches.unflatten(0, (-1, self.merge**2))[packed.order].flatten(0, 1)
         x, stream = self.patch_embed(x), None
-        rotation, whole = packed.rotation(), packed.segments()
         for number, block in enumerate(self.blocks):
-            x, stream = block(x, stream, whole if number in self.full else windows, rotation)
-        return self.merger(x, stream)[inverse]
+            x, stream = block(x, stream, packed.whole if number in self.full else packed.windows, packed.rotation)
+        merged: torch.Tensor = self.merger(x, stream)
+        return merged[packed.inverse]
 
-    def _orders(self, packed: Packed) -> tuple[torch.Tensor, torch.Tensor, Segments]:
+    def arrange(self, packed: Packed, frames: Sequence[FrameLayout]) -> None:
         """Merged blocks in the order of their windows, their places in it, and the windows' patches."""
-        orders, lengths = zip(*((frame.order, frame.windows) for frame in packed.frames), strict=True)
+        orders, lengths = zip(*((frame.order, frame.windows) for frame in frames), strict=True)
         starts = np.cumsum([0, *map(len, orders)])
         order = np.concatenate([own + start for own, start in zip(orders, starts, strict=False)])
         inverse = np.empty_like(order)
         inverse[order] = np.arange(len(order))
         device = self.build.device
-        both = upload(np.stack((order, inverse)), device)
-        return both[0], both[1], Segments(np.concatenate(lengths), device, windows=True)
+        packed.order, packed.inverse = upload(np.stack((order, inverse)), device).unbind(0)
+        packed.windows = Segments(np.concatenate(lengths), device, windows=True)
 
 
 class QwenMerger(nn.Module):

@@ -70,7 +70,6 @@ class Qwen2VLEncoder(QwenVisionEncoder):
     def transform(self, packed: Packed) -> torch.Tensor:
         """[rows of all items, width]."""
         x, stream = self.patch_embed(packed.patches), None
-        rotation, segments = packed.rotation(), packed.segments()
         for block in self.blocks:
-            x, stream = block(x, stream, segments, rotation)
+            x, stream = block(x, stream, packed.whole, packed.rotation)
         return self.merger(x, stream)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -89,16 +90,21 @@ class Qwen3VLEncoder(QwenVisionEncoder):
         weights = upload(np.stack(weight, 1).astype(np.float32), device).to(self.build.dtype)
         return upload(np.stack(index, 1), device), weights
 
+    def arrange(self, packed: Packed, frames: Sequence[FrameLayout]) -> None:
+        """The learned positions."""
+        taps = [frame.taps for frame in frames if frame.taps is not None]
+        index, share = zip(*taps, strict=True)
+        packed.taps = torch.cat(index), torch.cat(share)
+
     def transform(self, packed: Packed) -> torch.Tensor:
         """[rows of all items, width]."""
-        taps = [frame.taps for frame in packed.frames if frame.taps is not None]
-        index, share = (torch.cat(parts) for parts in zip(*taps, strict=True))
+        assert packed.taps is not None
+        index, share = packed.taps
         learned = F.embedding_bag(index, self.pos_embed.weight, per_sample_weights=share, mode="sum")
         x, stream = self.patch_embed(packed.patches).add_(learned), None
-        rotation, segments = packed.rotation(), packed.segments()
         deeper = []
         for number, block in enumerate(self.blocks):
-            x, stream = block(x, stream, segments, rotation)
+            x, stream = block(x, stream, packed.whole, packed.rotation)
             if number in self.deepstack:
                 deeper.append(self.deepstack_merger_list[self.deepstack.index(number)](x + stream))
         return torch.cat((self.merger(x if stream is None else x + stream), *deeper), dim=1)

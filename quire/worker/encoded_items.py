@@ -80,7 +80,8 @@ class EncodedItems:
                     f"the encoder yields {tuple(rows.shape)}, and {each.item.rows} rows of {self._encoder.width} are "
                     "expected"
                 )
-            self._slots[each.slot] = rows
+            # Not a part of what was encoded together: that would stay in memory until the last of it leaves.
+            self._slots[each.slot] = rows.clone() if len(images) > 1 else rows
 
     def _embeds(self, item: MediaItem) -> torch.Tensor:
         values = torch.from_numpy(item.arrays[VALUES])

@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional as F
 
 from quire.kernels.reference import TorchOps
-from quire.kernels.segments import FLASH, WAYS, Segments, attention_ways, tile_list
+from quire.kernels.segments import FLASH, WAYS, WINDOWS, SegmentBuffers, Segments, attention_ways, tile_list
 from quire.kernels.triton import vision
 from quire.kernels.triton.ops import TritonOps
 from quire.kernels.triton.packed_attention import PackedTile, packed_attention, parts_of
@@ -43,6 +43,22 @@ def test_attention_of_packed_runs(lengths: list[int], dim: int) -> None:
     for tile in tiles:
         out = packed_attention(q, k, v, segments, 0.7 * dim**-0.5, tile)
         torch.testing.assert_close(out.float(), exact(q, k, v, lengths, 0.7 * dim**-0.5), atol=0.02, rtol=0.02)
+
+
+def test_attention_of_runs_in_buffers() -> None:
+    """As in a graph: the same buffers, other runs, and tokens of no run after them."""
+    device = torch.device(DEVICE)
+    buffers = SegmentBuffers(WINDOWS, 6, 100, 32, device)
+    tiles: set[int] = set()
+    for lengths in ([32, 7, 1], [20], [32, 32, 32, 4]):
+        q, k, v = packed([100], 2, 24, HALF)
+        buffers.fill(Segments(lengths, device, windows=True))
+        out = packed_attention(q, k, v, buffers, 0.2)
+        used = sum(lengths)
+        expected = exact(q[:used], k[:used], v[:used], lengths, 0.2)
+        torch.testing.assert_close(out[:used].float(), expected, atol=0.02, rtol=0.02)
+        tiles.add(buffers.tiles(32).data_ptr())
+    assert ON_GPU or len(tiles) == 1
 
 
 @pytest.mark.parametrize("way", WAYS)
