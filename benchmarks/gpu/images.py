@@ -7,6 +7,7 @@
              in windows; whether all ways agree
 `attention`  one layer's attention, whole and in windows, by way and by tile of our kernel: us and TFLOP/s
 `profile`    attention, products and the rest in the kernels of a batch of 4, and the slowest kernels of the rest
+`graphs`     one small image in a CUDA graph and launched kernel by kernel: ms
 `engine`     256 requests with one image each, all different, and 128 tokens out: images/s and tokens/s; and how many
              images a second the host prepares
 `first`      ms to the first token, median of 10: text; an image of the same length that is in the encoder's cache; both
@@ -36,6 +37,7 @@ import traceback
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -54,7 +56,7 @@ from quire.vision.loading import make_encoder
 from quire.vision.processor import processor_for
 
 MODEL = Path(__file__).parent / "models" / "qwen2.5-vl-7b"
-PARTS = ("encoder", "attention", "profile", "engine", "first", "gaps")
+PARTS = ("encoder", "attention", "profile", "graphs", "engine", "first", "gaps")
 TILES = [(128, 64, 8, 2), (128, 64, 8, 3), (128, 128, 8, 2), (128, 64, 4, 2), (64, 64, 4, 2), (64, 64, 4, 1)]
 """Queries, keys, warps, stages."""
 TINY = {
@@ -346,6 +348,34 @@ class Bench:
         for name, us in sorted(rest.items(), key=lambda entry: -entry[1])[:10]:
             print(f"     {us / 1e3:8.3f} ms  {name[:110]}", flush=True)
 
+    def measure_graphs(self) -> None:
+        """Small images."""
+        if not self.on_gpu:
+            self.add("graphs", None, "needs a GPU")
+            return
+        from quire.vision.qwen_vit import EncoderGraphs
+        from quire.worker.cuda_graphs import GraphPool
+
+        token = self.config.raw["image_token_id"]
+        pool: Any = GraphPool(SimpleNamespace(buffers=SimpleNamespace(slot=torch.zeros(1, device=self.device))))  # type: ignore[arg-type]
+        begin = time.perf_counter()
+        with torch.inference_mode():
+            graphs = EncoderGraphs(self.encoder, pool)
+        self.add("capturing", time.perf_counter() - begin, f"{time.perf_counter() - begin:.2f} s")
+        for side in (168, 280, 448, 616):
+            items = self.processor.prepare([token], [self.picture(side).resize((side, side))]).items
+            found = []
+            for self.encoder.graphs in (None, graphs):
+                rows = self.encoder.encode(items)[0].float()
+                found.append((rows, self.time(functools.partial(self.encoder.encode, items))[0] * 1e3))
+            self.encoder.graphs = None
+            (rows, plain), (other, captured) = found
+            error = float((rows - other).norm() / rows.norm())
+            self.add(
+                f"graphs {side} x {side}", {"plain_ms": plain, "graph_ms": captured, "error": error},
+                f"{plain:.2f} ms by kernels, {captured:.2f} ms in a graph, differs by {error:.1e}",
+            )  # fmt: skip
+
     # In an engine
 
     def prompt(self, seed: int, image: Image.Image | None = None, before: int = 8) -> dict[str, Any]:
@@ -518,6 +548,7 @@ def main() -> None:
     bench.guard("encoder", bench.measure_encoder)
     bench.guard("attention", bench.measure_attention)
     bench.guard("profile", bench.measure_profile)
+    bench.guard("graphs", bench.measure_graphs)
     try:
         bench.run_engine()
     except Exception as error:

@@ -10,13 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from quire.kernels.segments import WAYS, WHOLE, WINDOWS, attention_ways
+from quire.kernels.segments import TRITON, WAYS, WHOLE, WINDOWS, attention_ways
+from quire.vision import qwen_vit
 from quire.vision.processor import Prepared
+from quire.vision.qwen_vit import EncoderGraphs
+from quire.worker.cuda_graphs import GraphPool
 from tests.gpu.target import DEVICE, ON_A_GPU
 from tests.models.harness import Target
 from tests.vision import test_engine_families, test_gemma4, test_pixtral, test_qwen, test_split, test_tiles
@@ -147,6 +151,25 @@ def test_encoding_does_not_wait_for_the_device(ours: Pair, kind: Kind) -> None:
         half.encoder.encode(prepared.items)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("name", ["qwen2-vl", "qwen2.5-vl", "qwen3-vl", "qwen3.5"])
+def test_graphs_change_nothing(
+    name: str, tmp_path: Path, ways: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ways.update({WHOLE: TRITON, WINDOWS: TRITON})  # heads of these models are too odd for the other ways
+    monkeypatch.setattr(qwen_vit, "GRAPH_PATCHES", (64, 256))
+    made = pair(test_qwen.FAMILIES[name], tmp_path, on_the_device(), torch.bfloat16)
+    slot = SimpleNamespace(buffers=SimpleNamespace(slot=torch.zeros(1, device=DEVICE)))
+    given = [prompt(made, KINDS[name], sizes)[1].items for sizes in ([(64, 64)], [(40, 30), (17, 61)], [(24, 24)])]
+    alone = [made.encoder.encode(items) for items in given]
+    with torch.inference_mode():
+        graphs = EncoderGraphs(made.encoder, GraphPool(slot))  # type: ignore[arg-type]
+    monkeypatch.setattr(made.encoder, "graphs", graphs)
+    for expected, items in zip([*alone, *alone[::-1]], [*given, *given[::-1]], strict=True):
+        assert graphs.find(made.encoder.pack(items)) is not None
+        for found, own in zip(made.encoder.encode(items), expected, strict=True):
+            assert (found.float() - own.float()).norm() < 0.02 * own.float().norm()
 
 
 @pytest.mark.parametrize("name", list(test_engine_families.FAMILIES))

@@ -14,7 +14,7 @@ from quire.kernels.triton.ops import TritonOps
 from quire.kernels.triton.packed_attention import PackedTile, packed_attention, parts_of
 from tests.kernels.triton_target import DEVICE, HALF, ON_GPU
 
-RUNS = [[64, 64, 16, 4, 64, 16], [1], [37, 100, 3], [5]] + ([[5476, 1, 640]] if ON_GPU else [])
+RUNS = [[32, 16, 4, 32], [37, 60, 3], [1]] + ([[5476, 1, 640]] if ON_GPU else [])
 
 
 def packed(lengths: list[int], heads: int, dim: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
@@ -34,12 +34,12 @@ def exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: list[int],
     return torch.cat(parts)
 
 
-@pytest.mark.parametrize("dim", [16, 40, 72, 80, 128])
+@pytest.mark.parametrize("dim", [12, 72, 80] + ([16, 40, 64, 88, 128] if ON_GPU else []))
 @pytest.mark.parametrize("lengths", RUNS, ids=str)
 def test_attention_of_packed_runs(lengths: list[int], dim: int) -> None:
     q, k, v = packed(lengths, 2, dim, HALF)
     segments = Segments(lengths, torch.device(DEVICE))
-    tiles = [None] if ON_GPU else [None, PackedTile(16, 16, 4, 1)]
+    tiles = [None, PackedTile(128, 128, 8, 2)] if ON_GPU else [PackedTile(32, 32, 4, 1)]
     for tile in tiles:
         out = packed_attention(q, k, v, segments, 0.7 * dim**-0.5, tile)
         torch.testing.assert_close(out.float(), exact(q, k, v, lengths, 0.7 * dim**-0.5), atol=0.02, rtol=0.02)
