@@ -11,10 +11,11 @@ from typing import Any, Protocol, TypedDict, TypeVar, Union
 import msgspec
 
 from quire import vllm_arguments
+from quire.api.embeds_parts import EmbedsPart, join_embeds
 from quire.api.fill_in_middle import FillInMiddle
 from quire.api.media_inputs import MediaInputs, map_ahead, sources_of
 from quire.api.pooling import PoolingInputs
-from quire.api.prompt_embeds import check_embeds_are_on, embeds_prompt, sent_embeds
+from quire.api.prompt_embeds import check_embeds_are_on, embeds_prompt, prepare_embeds, sent_embeds
 from quire.api.text_encoding import TextEncoder, encode_text
 from quire.config import EngineConfig
 from quire.errors import CacheTooSmallError, ValidationError
@@ -379,6 +380,21 @@ class InputProcessor:
         """A prompt of embeddings in base64, as a stranger sent it."""
         check_embeds_are_on(self._takes_embeds)
         return sent_embeds(given, self._info.max_model_len, self._info.model.hidden_size)
+
+    def join_embeds(
+        self, text: str, parts: Sequence[EmbedsPart], has_media: bool, encode: Callable[[str], list[int]] | None = None
+    ) -> tuple[str, Prepared]:
+        """A chat with embeddings among its parts: its text without their marks, and its tokens with them. `has_media`:
+        it has images or videos; `encode`: tokenizes instead."""
+        check_embeds_are_on(self._takes_embeds)
+        if has_media:
+            raise ValidationError("a chat with prompt_embeds and images or videos is not implemented", "messages")
+        return join_embeds(text, parts, encode or self.encode_chat, self._read_embeds, self._info.max_model_len)
+
+    def _read_embeds(self, data: Any) -> Prepared:
+        if isinstance(data, str):
+            return self.sent_embeds(data)
+        return prepare_embeds(data, self._info.model.hidden_size)
 
     def session_prompt(self, tokens: list[int], items: Sequence[MediaItem]) -> PromptType:
         """The prompt of a session's turn: the engine knows where its images are. `items`: those whose pixels are

@@ -13,6 +13,7 @@ from quire.api.adapters import LoRAChoice
 from quire.api.chat import ChatRenderer, template_text
 from quire.api.chat_media import take_media
 from quire.api.compat import check_call, engine_arguments, no_such_method
+from quire.api.embeds_parts import take_embeds
 from quire.api.engine import LLMEngine, ModelSummary
 from quire.api.inputs import AnyParams, PromptType, as_prompts, check_params, one_each
 from quire.api.media_inputs import map_ahead
@@ -508,6 +509,7 @@ class LLM:
 
         def render(conversation: Sequence[Message]) -> PromptType:
             taken, sources = take_media(conversation, inputs.media.check_kind)
+            taken, embeds = take_embeds(taken)
             text = renderer.render_text(
                 taken,
                 tools=tools,
@@ -517,6 +519,9 @@ class LLM:
                 chat_template_kwargs=chat_template_kwargs,
             )
             # The template writes the special tokens itself; the tokenizer must not add its own.
+            if embeds:
+                text, prepared = inputs.join_embeds(text, embeds, bool(sources))
+                return {"prompt": text, "prompt_token_ids": prepared.tokens, "prepared": prepared}
             if sources:
                 prepared = inputs.prepare_chat(text, sources, mm_processor_kwargs)
                 return {"prompt": text, "prompt_token_ids": prepared.tokens, "prepared": prepared}

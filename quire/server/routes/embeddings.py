@@ -51,7 +51,7 @@ def tokenized(context: ServerContext, body: EmbeddingRequest) -> list[list[int]]
     body.check_fields()
     if body.messages is not None:
         if body.as_chat().has_media:
-            raise bad_request("images are not embedded: send text", "messages")
+            raise bad_request("images and prompt_embeds are not embedded: send text", "messages")
         return [_truncated(context, body, render(context, body.as_chat())[1])]
     adds, keep = body.add_special_tokens is not False, body.truncate_prompt_tokens
     prompts: list[list[int]] = []
