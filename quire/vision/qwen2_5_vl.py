@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 
 import numpy as np
 import torch
@@ -86,12 +86,13 @@ class Qwen2_5VLEncoder(QwenVisionEncoder):  # noqa: N801
         window = row // self.window * -(-columns // self.window) + column // self.window
         return np.argsort(window, kind="stable"), np.bincount(window) * self.merge**2
 
-    def transform(self, packed: Packed) -> torch.Tensor:
-        """[rows of all items, width]."""
+    def transform(self, packed: Packed) -> Generator[None, None, torch.Tensor]:
+        """[rows of all items, width]; stops after each layer."""
         x: torch.Tensor = packed.patches.unflatten(0, (-1, self.merge**2))[packed.order].flatten(0, 1)
         x, stream = self.patch_embed(x), None
         for number, block in enumerate(self.blocks):
             x, stream = block(x, stream, packed.whole if number in self.full else packed.windows, packed.rotation)
+            yield
         merged: torch.Tensor = self.merger(x, stream)
         return merged[packed.inverse]
 

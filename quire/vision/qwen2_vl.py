@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
+
 import torch
 from torch import nn
 
@@ -67,9 +69,11 @@ class Qwen2VLEncoder(QwenVisionEncoder):
         self.blocks = nn.ModuleList(blocks)
         self.merger = QwenMerger(build, size, self.merge)
 
-    def transform(self, packed: Packed) -> torch.Tensor:
-        """[rows of all items, width]."""
+    def transform(self, packed: Packed) -> Generator[None, None, torch.Tensor]:
+        """[rows of all items, width]; stops after each layer."""
         x, stream = self.patch_embed(packed.patches), None
         for block in self.blocks:
             x, stream = block(x, stream, packed.whole, packed.rotation)
-        return self.merger(x, stream)
+            yield
+        merged: torch.Tensor = self.merger(x, stream)
+        return merged

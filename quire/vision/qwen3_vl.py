@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 
 import numpy as np
 import torch
@@ -96,8 +96,8 @@ class Qwen3VLEncoder(QwenVisionEncoder):
         index, share = zip(*taps, strict=True)
         packed.taps = torch.cat(index), torch.cat(share)
 
-    def transform(self, packed: Packed) -> torch.Tensor:
-        """[rows of all items, width]."""
+    def transform(self, packed: Packed) -> Generator[None, None, torch.Tensor]:
+        """[rows of all items, width]; stops after each layer."""
         assert packed.taps is not None
         index, share = packed.taps
         learned = F.embedding_bag(index, self.pos_embed.weight, per_sample_weights=share, mode="sum")
@@ -107,6 +107,7 @@ class Qwen3VLEncoder(QwenVisionEncoder):
             x, stream = block(x, stream, packed.whole, packed.rotation)
             if number in self.deepstack:
                 deeper.append(self.deepstack_merger_list[self.deepstack.index(number)](x + stream))
+            yield
         return torch.cat((self.merger(x if stream is None else x + stream), *deeper), dim=1)
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from quire.layers.build_context import BuildContext
 from quire.messages.media import MediaItem
 from quire.vision.layers import Rotation, blank_square, normalized, rotation_2d
 
+T = TypeVar("T")
 _CACHED_GRIDS = 64
 GRAPH_PATCHES = (256, 512, 768, 1024, 1536, 2048)
 """Patches of the calls that are captured. Larger ones keep the device busy for longer than their launches take: nine a
@@ -70,6 +71,16 @@ class Packed:
         return [tensor for tensor in given if tensor is not None]
 
 
+def finish(parts: Generator[None, None, T]) -> T:
+    """What a generator returns in the end."""
+    try:
+        while True:
+            next(parts)
+    except StopIteration as end:
+        found: T = end.value
+        return found
+
+
 class EncoderGraph:
     """The transformer for calls of at most so many patches, in fixed memory."""
 
@@ -97,7 +108,7 @@ class EncoderGraph:
         if blank.taps is not None:
             self.inputs.taps = next(rest), next(rest)
         self._fill(blank)
-        self._graph = pool.capture(lambda: encoder.transform(self.inputs), warm_up=True)
+        self._graph = pool.capture(lambda: finish(encoder.transform(self.inputs)), warm_up=True)
 
     @property
     def segments(self) -> list[SegmentBuffers]:
@@ -147,6 +158,7 @@ class QwenVisionEncoder(nn.Module):
         self.kernel = (int(vision["in_channels"]), self.frames, self.patch, self.patch)
         self.layout = functools.lru_cache(_CACHED_GRIDS)(self.make_layout)
         self.graphs: EncoderGraphs | None = None
+        self.blocks: Any = ()
 
     def canonical(self, name: str) -> str:
         """The name here of a checkpoint's tensor."""
@@ -193,11 +205,21 @@ class QwenVisionEncoder(nn.Module):
     @torch.inference_mode()
     def encode(self, items: Sequence[MediaItem]) -> list[torch.Tensor]:
         """[rows, width] of each item."""
+        return finish(self.encode_parts(items))
+
+    @property
+    def parts(self) -> int:
+        """How often `encode_parts` stops: after each layer."""
+        return len(self.blocks)
+
+    def encode_parts(self, items: Sequence[MediaItem]) -> Generator[None, None, list[torch.Tensor]]:
+        """The same, layer by layer; what is captured, at once."""
         packed = self.pack(items)
         graph = None if self.graphs is None else self.graphs.find(packed)
         counts = [item.rows for item in items]
         if graph is None:
-            return list(self.transform(packed).split(counts))
+            found = yield from self.transform(packed)
+            return list(found.split(counts))
         return list(graph.run(packed)[: sum(counts)].clone().split(counts))  # the pool's next graph overwrites it
 
     def capture(self, pool: Any) -> None:
@@ -205,8 +227,8 @@ class QwenVisionEncoder(nn.Module):
         if self.build.dtype.itemsize == 2 and self.head_dim % 8 == 0:
             self.graphs = EncoderGraphs(self, pool)
 
-    def transform(self, packed: Packed) -> torch.Tensor:
-        """[rows of all items, width]."""
+    def transform(self, packed: Packed) -> Generator[None, None, torch.Tensor]:
+        """[rows of all items, width]; stops after each layer."""
         raise NotImplementedError
 
     def largest(self, rows: int) -> MediaItem:
