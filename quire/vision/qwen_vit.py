@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from quire.kernels.segments import WHOLE, WINDOWS, SegmentBuffers, Segments
+from quire.kernels.segments import FLASH, TRITON, WHOLE, WINDOWS, SegmentBuffers, Segments, attention_ways
 from quire.layers.build_context import BuildContext
 from quire.messages.media import MediaItem
 from quire.vision.layers import Rotation, blank_square, normalized, rotation_2d
@@ -86,7 +86,7 @@ class EncoderGraph:
 
     def __init__(self, encoder: QwenVisionEncoder, patches: int, pool: Any) -> None:
         """`pool`: a `GraphPool`."""
-        side = round(math.sqrt(patches)) // encoder.merge * encoder.merge
+        side = math.isqrt(patches) // encoder.merge * encoder.merge
         blank = encoder.pack([blank_square((side // encoder.merge) ** 2, encoder.patch * encoder.merge)])
         self.patches = patches
         scale = -(-patches // len(blank.patches)) + 1
@@ -224,7 +224,8 @@ class QwenVisionEncoder(nn.Module):
 
     def capture(self, pool: Any) -> None:
         """Capture the transformer for small calls, whose kernels take less time than their launches."""
-        if self.build.dtype.itemsize == 2 and self.head_dim % 8 == 0:
+        has_kernels = all(way in (FLASH, TRITON) for way in attention_ways.values())  # others look at the lengths
+        if self.build.dtype.itemsize == 2 and self.head_dim % 8 == 0 and has_kernels:
             self.graphs = EncoderGraphs(self, pool)
 
     def transform(self, packed: Packed) -> Generator[None, None, torch.Tensor]:
