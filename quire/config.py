@@ -375,6 +375,11 @@ class EngineConfig:
         "before decoding",
         "images",
     )
+    image_cache_bytes: int = option(
+        256 * 2**20,
+        "Memory in bytes for images that are resized already, for when they come again; off (0) with isolate_tenants",
+        "images",
+    )
     max_image_bytes: int = option(20 * 2**20, "Longest image or video file in bytes, sent or fetched", "images")
     max_video_frames: int = option(256, "Most frames of a video", "images")
     max_decode_bytes: int = option(

@@ -90,6 +90,12 @@ def _check_shares(config: EngineConfig) -> None:
             "encoder_cache_tokens",
             config.encoder_cache_tokens,
         )
+    if config.image_cache_bytes < 0:
+        raise ConfigError(
+            f"image_cache_bytes must be 0 or more, got {config.image_cache_bytes}",
+            "image_cache_bytes",
+            config.image_cache_bytes,
+        )
     if not 0 <= config.weight_copy_share <= 1:
         raise ConfigError(
             f"weight_copy_share must be between 0 and 1, got {config.weight_copy_share}",

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import operator
 import random
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Protocol, TypedDict, TypeVar, Union
 
 import msgspec
 
 from quire import vllm_arguments
+from quire.api.embeds_parts import EmbedsPart, join_embeds
 from quire.api.fill_in_middle import FillInMiddle
-from quire.api.media_inputs import MediaInputs, sources_of
+from quire.api.media_inputs import MediaInputs, map_ahead, sources_of
 from quire.api.pooling import PoolingInputs
-from quire.api.prompt_embeds import check_embeds_are_on, embeds_prompt, sent_embeds
+from quire.api.prompt_embeds import check_embeds_are_on, embeds_prompt, prepare_embeds, sent_embeds
 from quire.api.text_encoding import TextEncoder, check_truncation, encode_text
 from quire.config import EngineConfig
 from quire.errors import CacheTooSmallError, ValidationError
@@ -225,6 +226,19 @@ class InputProcessor:
             return []
         return self._info.keys.of(tokens, salt, spans, kv_identity(adapters, tokens))
 
+    def prepare_ahead(self, prompts: Sequence[PromptType]) -> Iterator[PromptType]:
+        """The prompts in order, their images prepared, several at once in threads."""
+        if sum(isinstance(prompt, Mapping) and bool(prompt.get("multi_modal_data")) for prompt in prompts) < 2:
+            return iter(prompts)
+        return map_ahead(self._with_media, prompts)
+
+    def _with_media(self, prompt: PromptType) -> PromptType:
+        media = self._read_media(prompt)
+        if media is None:
+            return prompt
+        fields: Any = {name: value for name, value in dict(prompt).items() if name != "multi_modal_data"}  # type: ignore[arg-type]
+        return {**fields, "prepared": media}
+
     def _read_media(self, prompt: PromptType) -> Prepared | None:
         """The prompt's images and videos, prepared; None if it has none."""
         if not isinstance(prompt, Mapping):
@@ -376,6 +390,21 @@ class InputProcessor:
         """A prompt of embeddings in base64, as a stranger sent it."""
         check_embeds_are_on(self._takes_embeds)
         return sent_embeds(given, self._info.max_model_len, self._info.model.hidden_size)
+
+    def join_embeds(
+        self, text: str, parts: Sequence[EmbedsPart], has_media: bool, encode: Callable[[str], list[int]] | None = None
+    ) -> tuple[str, Prepared]:
+        """A chat with embeddings among its parts: its text without their marks, and its tokens with them. `has_media`:
+        it has images or videos; `encode`: tokenizes instead."""
+        check_embeds_are_on(self._takes_embeds)
+        if has_media:
+            raise ValidationError("a chat with prompt_embeds and images or videos is not implemented", "messages")
+        return join_embeds(text, parts, encode or self.encode_chat, self._read_embeds, self._info.max_model_len)
+
+    def _read_embeds(self, data: Any) -> Prepared:
+        if isinstance(data, str):
+            return self.sent_embeds(data)
+        return prepare_embeds(data, self._info.model.hidden_size)
 
     def session_prompt(self, tokens: list[int], items: Sequence[MediaItem]) -> PromptType:
         """The prompt of a session's turn: the engine knows where its images are. `items`: those whose pixels are

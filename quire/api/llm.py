@@ -13,8 +13,10 @@ from quire.api.adapters import LoRAChoice
 from quire.api.chat import ChatRenderer, template_text
 from quire.api.chat_media import take_media
 from quire.api.compat import check_call, engine_arguments, no_such_method
+from quire.api.embeds_parts import take_embeds
 from quire.api.engine import LLMEngine, ModelSummary
 from quire.api.inputs import AnyParams, PromptType, as_prompts, check_params, one_each
+from quire.api.media_inputs import map_ahead
 from quire.api.output_queues import OutputQueues, Queue
 from quire.api.pairs import PairEncoder, Pairs, check_scores
 from quire.api.progress import Progress
@@ -498,7 +500,8 @@ class LLM:
         ids: list[str] = []
         queue: Queue = []
         try:
-            for prompt, one, level, owner, lora in zip(prompts, params, priorities, tenants, choices, strict=True):
+            ready = self.llm_engine.inputs.prepare_ahead(prompts)
+            for prompt, one, level, owner, lora in zip(ready, params, priorities, tenants, choices, strict=True):
                 if kind is not None and isinstance(one, SamplingParams):
                     one = one.clone()
                     one.output_kind = kind
@@ -537,13 +540,15 @@ class LLM:
         mm_processor_kwargs: dict[str, Any] | None = None,
     ) -> list[PromptType]:
         """Conversations as prompts, rendered by the chat template."""
-        conversations = [messages] if messages and isinstance(messages[0], dict) else list(messages)
+        given: Any = [messages] if messages and isinstance(messages[0], dict) else list(messages)
+        conversations: list[Sequence[Message]] = given
         if not conversations:
             raise ValidationError("chat needs at least one message", "messages", messages)
         renderer, inputs = self._renderer, self.llm_engine.inputs
-        prompts: list[PromptType] = []
-        for conversation in conversations:
-            taken, sources = take_media(conversation, inputs.media.check_kind)  # type: ignore[arg-type]
+
+        def render(conversation: Sequence[Message]) -> PromptType:
+            taken, sources = take_media(conversation, inputs.media.check_kind)
+            taken, embeds = take_embeds(taken)
             text = renderer.render_text(
                 taken,
                 tools=tools,
@@ -553,12 +558,15 @@ class LLM:
                 chat_template_kwargs=chat_template_kwargs,
             )
             # The template writes the special tokens itself; the tokenizer must not add its own.
+            if embeds:
+                text, prepared = inputs.join_embeds(text, embeds, bool(sources))
+                return {"prompt": text, "prompt_token_ids": prepared.tokens, "prepared": prepared}
             if sources:
                 prepared = inputs.prepare_chat(text, sources, mm_processor_kwargs)
-                prompts.append({"prompt": text, "prompt_token_ids": prepared.tokens, "prepared": prepared})
-            else:
-                prompts.append({"prompt": text, "prompt_token_ids": inputs.encode_chat(text)})
-        return prompts
+                return {"prompt": text, "prompt_token_ids": prepared.tokens, "prepared": prepared}
+            return {"prompt": text, "prompt_token_ids": inputs.encode_chat(text)}
+
+        return list(map_ahead(render, conversations) if inputs.media.processor else map(render, conversations))
 
 
 def _choices(lora_request: LoRAChoices, count: int) -> list[LoRAChoice]:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from quire.api.work_pool import check_abandoned
 from quire.config import EngineConfig
@@ -26,6 +29,11 @@ logger = logging.getLogger(__name__)
 DEFAULT_COUNTS: Mapping[str, int] = {"image": 64, "video": 8}
 """Most images and videos of one prompt, unless limit_mm_per_prompt says otherwise."""
 DEFAULT_FPS = 2.0
+MOST_THREADS = 16
+"""In which the images of a call's prompts are prepared."""
+
+A = TypeVar("A")
+B = TypeVar("B")
 
 
 @dataclass
@@ -69,7 +77,10 @@ class MediaInputs:
             return None
         folder = None if self._files is None else self._files.folder
         try:
-            return processor_for(self._model, folder, self._tokenizer)
+            processor = processor_for(self._model, folder, self._tokenizer)
+            if processor is not None and not self._config.isolate_tenants:  # a hit is faster: others could tell
+                processor.pictures.capacity = self._config.image_cache_bytes
+            return processor
         except (CheckpointError, UnsupportedModelError) as error:
             logger.warning("the model is served without images: %s", error)
             return None
@@ -187,6 +198,26 @@ class MediaInputs:
         with self._lock:
             self.counts.refused[error.reason] = self.counts.refused.get(error.reason, 0) + 1
         return error
+
+
+def map_ahead(function: Callable[[A], B], items: Sequence[A]) -> Iterator[B]:
+    """The results in order, a few computed ahead of the caller in threads: reading and resizing images is most of the
+    work, and releases the interpreter."""
+    workers = min(MOST_THREADS, os.cpu_count() or 1, len(items))
+    if workers < 2:
+        yield from map(function, items)
+        return
+    pool = ThreadPoolExecutor(workers, "quire-images")
+    waiting: deque[Future[B]] = deque()
+    try:
+        for item in items:
+            waiting.append(pool.submit(function, item))
+            if len(waiting) > 2 * workers:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def media_limits(config: EngineConfig) -> MediaLimits:

@@ -11,6 +11,7 @@ from quire.kernels.adapters import SlotTokens
 from quire.kernels.gates import PLAIN_EXPERTS, ExpertVariant
 from quire.kernels.kv import LayerKV
 from quire.kernels.routing import RouteRule
+from quire.kernels.segments import Segments
 from quire.kernels.states import DeltaNet, Mamba, Mamba2, ShortConv, States, StepRows
 from quire.kernels.weights.base import Weight
 
@@ -297,6 +298,24 @@ class Ops(Protocol):
         None in its place if the pass cannot be recorded. Tensors that `run` reads and returns must keep their memory;
         each replay overwrites the result.
         """
+        ...
+
+    def layer_norm(
+        self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """residual += x (in place); returns (layer_norm(residual), residual). Without one: (layer_norm(x), x)."""
+        ...
+
+    def rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+        """Rotate heads x [tokens, heads, dim] in place, pairs half a head apart; cos and sin [tokens, dim / 2]
+        float32."""
+        ...
+
+    def attend_segments(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, scale: float
+    ) -> torch.Tensor:
+        """Attention of [tokens, heads, dim] in both directions within each run of a packed sequence;
+        [tokens, heads * dim]."""
         ...
 
     def kernels_of(

@@ -14,6 +14,7 @@ from quire.kernels.base import CompilableKernel
 from quire.kernels.gates import PLAIN_EXPERTS, ExpertVariant, gate_mul
 from quire.kernels.kv import LayerKV, QuantizedKV
 from quire.kernels.routing import RouteRule, add_shared, route_by_rule
+from quire.kernels.segments import Segments, attend_groups
 from quire.kernels.states import DeltaNet, Mamba, Mamba2, ShortConv, States, StepRows
 from quire.kernels.weights.base import Weight, reference_linear
 
@@ -62,6 +63,22 @@ class TorchOps:
             stream = x if residual is None else residual
             assert stream is not None
             out.copy_(stream)
+
+    def layer_norm(
+        self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        stream = x if residual is None else residual.add_(x)
+        return F.layer_norm(stream, weight.shape, weight, bias, eps), stream
+
+    def rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+        first, second = x.float().chunk(2, dim=-1)
+        cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+        x.copy_(torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1))
+
+    def attend_segments(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, scale: float
+    ) -> torch.Tensor:
+        return attend_groups(q, k, v, segments, scale)
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         gate, up = gate_up.float().chunk(2, dim=-1)

@@ -20,6 +20,8 @@ from numpy.typing import NDArray
 DIGEST_BYTES = 32
 IMAGE, VIDEO, EMBEDS = "image", "video", "embeds"
 KINDS = (IMAGE, VIDEO, EMBEDS)
+ENCODE_PARTS = 1024
+"""In which the progress of an encoding over several steps is counted."""
 VALUES = "values"
 """The array of an item of kind "embeds": float32 [rows, hidden size]."""
 

@@ -186,6 +186,9 @@ class StepPlan(msgspec.Struct):
     rewound: list[tuple[int, int]] = []
     """(row, number of computed tokens), set before the step is laid out: with pipeline stages, of which only the last
     one knows how many drafts were accepted."""
+    encoded: int = 0
+    """Of `ENCODE_PARTS`, how much of the image whose encoding takes several steps is done after this one; then no other
+    image is in `encode`. All of them: what is in `encode`, and what was begun, is finished before the step computes."""
     encode: list[EncodeItem] = []
     """Items that are encoded before the step computes…"""
     freed: list[int] = []

@@ -17,6 +17,7 @@ import numpy as np
 from quire.errors import CacheTooSmallError, ValidationError
 from quire.messages.media import (
     EMBEDS,
+    ENCODE_PARTS,
     EncodeItem,
     EncoderLimits,
     MediaItem,
@@ -31,6 +32,8 @@ from quire.messages.request import NewRequest, Request
 ItemKey = tuple[bytes, int, str]
 """Digest, rows, salt."""
 
+ORPHAN_STEPS = 8
+"""Steps in which what is half encoded is finished while the request that waits for it has no turn."""
 PIXELS_GONE = (
     "what the model has computed of an image or video of this conversation is no longer cached, and neither are its "
     "pixels: send it again"
@@ -73,7 +76,8 @@ class NoEncoding:
     is_on = False
     unsplit = False
     limits = EncoderLimits()
-    num_waiting = used_rows = 0
+    splits = False
+    num_waiting = used_rows = spent = 0
     stats = EncoderStats()
 
     def check(self, source: NewRequest) -> None:
@@ -143,10 +147,20 @@ class Encoding:
         self._num_slots = 0
         self._to_encode: list[EncodeItem] = []
         self._to_free: list[int] = []
-        self._spent = 0
+        self.spent = 0
         """Rows that the step being planned encodes…"""
         self._cost: dict[Request, int] = {}
         """…by the request whose item it is."""
+        self.splits = False
+        """Whether streams wait for the step being planned: what is too large for its budget is encoded over several."""
+        self._partial: _Encoded | None = None
+        """What is being encoded over several steps…"""
+        self._done = 0
+        """…and how many of its rows are paid for."""
+        self._is_begun = False
+        """Whether the last plan left something half encoded."""
+        self._is_advanced = False
+        """Whether the step being planned has its share of that."""
         self._waiting: set[Request] = set()
         """Requests that waited for room in the cache or in the step, when the last step was planned."""
         self._lacking: list[Request] = []
@@ -196,14 +210,15 @@ class Encoding:
 
     def begin(self) -> None:
         """A step is about to be planned."""
-        self._spent = 0
+        self.spent = 0
+        self.splits = self._is_advanced = False
         self._cost.clear()
         self._waiting.clear()
 
     def cut(self, request: Request, start: int, count: int, budget: int) -> int:
         """How many of the request's `count` tokens from `start` on can be computed in this step: items that they read
         are in the cache then, or are encoded. Encoding an item of n rows counts like n tokens of `budget`; the first of
-        a step is encoded in any case."""
+        a step is encoded in any case, or if streams wait, over several steps."""
         source = request.source
         if not source.spans:
             return count
@@ -223,8 +238,9 @@ class Encoding:
                 break
             left = budget - self._cost.get(request, 0) - (min(span.stop, stop) - start)
             end = min(span.stop, stop)
-        if self._cost.get(request) and stop - start + self._cost[request] > budget and not self.unsplit_spans(source):
-            stop = max(start + 1, min(stop, start + budget - self._cost[request]))
+        cost = self._cost.get(request, 0)
+        if stop > start and cost and stop - start + cost > budget and not self.unsplit_spans(source):
+            stop = max(start + 1, min(stop, start + budget - cost))
         return stop - start
 
     def unsplit_spans(self, source: NewRequest) -> Sequence[Span]:
@@ -249,21 +265,61 @@ class Encoding:
             if not item.arrays:
                 self._lacking.append(request)
                 return False
-            if (self._spent and item.rows > left) or not self._make_room(item.rows):
+            in_parts = self.splits and item.kind != EMBEDS and item.rows > left
+            is_busy = self._partial is not None or any(each.item.kind != EMBEDS for each in self._to_encode)
+            if (
+                (self.spent and item.rows > left)
+                or (in_parts and (left <= 0 or is_busy))
+                or (self._partial is not None and item.kind != EMBEDS)
+                or not self._make_room(item.rows)
+            ):
                 self._waiting.add(request)
                 return False
             found = self._items[key] = _Encoded(key, self._take_slot())
             self.used_rows += item.rows
-            self._spent += item.rows
-            self._cost[request] = self._cost.get(request, 0) + item.rows
             self._to_encode.append(EncodeItem(found.slot, item, request.id))
             self.stats.encoded += 1
             self.stats.encoded_rows += item.rows
+            if in_parts:
+                self._partial, self._done = found, 0
+                found.holders.add(request)
+                return self._advance(request, left)
+            self._charge(request, item.rows)
+        elif found is self._partial:
+            found.holders.add(request)
+            if not self._advance(request, left):
+                return False
         elif request not in found.readers and request not in found.holders:
             self.stats.hits += 1
         found.holders.add(request)
         self._items.move_to_end(key)
         return True
+
+    def _charge(self, request: Request, rows: int) -> None:
+        self.spent += rows
+        self._cost[request] = self._cost.get(request, 0) + rows
+
+    def _advance(self, request: Request | None, left: int) -> bool:
+        """Encode another part of what takes several steps, once a step; whether that was the last. `request`: the one
+        that waits for it; None: none does in this step."""
+        one = self._partial
+        assert one is not None
+        rest = one.rows - self._done
+        if not self._is_advanced:
+            self._is_advanced = True
+            rows = max(0, min(rest, left)) if self.splits else rest
+            self._done += rows
+            rest -= rows
+            if request is None:
+                self.spent += rows
+            else:
+                self._charge(request, rows)
+        if not rest:
+            self._partial = None
+            return True
+        if request is not None:
+            self._waiting.add(request)
+        return False
 
     def lacks_arrays(self, source: NewRequest) -> bool:
         """Whether the request has an item that cannot be encoded, so that its KV has to come from a cache."""
@@ -290,6 +346,8 @@ class Encoding:
         self._free_slots.append(one.slot)
         self._to_free.append(one.slot)
         self._to_encode = [waiting for waiting in self._to_encode if waiting.slot != one.slot]
+        if one is self._partial:
+            self._partial = None
 
     def _take_slot(self) -> int:
         if self._free_slots:
@@ -335,11 +393,19 @@ class Encoding:
         open_items = {span.item for span in source.spans if span.stop > stop and span.start < stop}
         held = {(item.digest, item.rows, source.salt) for i in open_items for item in (source.media[i],)}
         for key, one in self._items.items():
-            if key not in held:
+            if key not in held and one is not self._partial:
                 one.holders.discard(request)
 
     def write(self, plan: StepPlan) -> None:
         """Put what the step encodes and reads into its plan."""
+        if self._partial is not None:
+            self._advance(None, -(-self._partial.rows // ORPHAN_STEPS))
+        partial = self._partial
+        if partial is not None:
+            plan.encoded = max(1, self._done * ENCODE_PARTS // partial.rows)
+        elif self._is_begun or self._to_encode:
+            plan.encoded = ENCODE_PARTS
+        self._is_begun = partial is not None
         if self._to_encode or self._to_free:
             plan.encode, self._to_encode = self._to_encode, []
             plan.freed, self._to_free = self._to_free, []
@@ -356,6 +422,12 @@ class Encoding:
         if request.source.spans:
             for one in self._items.values():
                 one.holders.discard(request)
+            self._drop_partial()
+
+    def _drop_partial(self) -> None:
+        """Stop encoding what nobody waits for."""
+        if self._partial is not None and not self._partial.holders:
+            self._evict(self._partial)
 
     def end(self, request: Request) -> None:
         """The request has ended."""
@@ -363,6 +435,7 @@ class Encoding:
             for one in self._items.values():
                 one.holders.discard(request)
                 one.readers.discard(request)
+            self._drop_partial()
 
     def take_failed(self, errors: list[tuple[int, str]]) -> Iterator[tuple[Request, str]]:
         """Requests that have read items which could not be encoded, and why. The items are in no slot any more."""
@@ -393,6 +466,7 @@ class Encoding:
     def reset(self) -> None:
         """A step failed: the device forgets all items."""
         self._items.clear()
+        self._partial, self._is_begun = None, False
         self.used_rows = self._num_slots = 0
         for pending in (self._free_slots, self._to_encode, self._to_free, self._splices, self._visible):
             pending.clear()
@@ -402,7 +476,8 @@ class Encoding:
         """Raise if an item is held, or rows are miscounted. Call it when no request is unfinished."""
         held = [one.slot for one in self._items.values() if one.holders or one.readers]
         rows = sum(one.rows for one in self._items.values())
-        if held or rows != self.used_rows or self.used_rows > self.limits.cache_rows or self._lacking:
+        is_over = self.used_rows > self.limits.cache_rows
+        if self._partial is not None or held or rows != self.used_rows or is_over or self._lacking:
             raise RuntimeError(
                 f"not idle: encoder slots {held[:8]} are held; {self.used_rows} rows counted, {rows} found, "
                 f"{self.limits.cache_rows} allowed"

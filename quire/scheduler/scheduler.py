@@ -238,6 +238,8 @@ class Scheduler:
         if (quarantined := self._quarantine.first) is not None:
             return self._schedule_alone(builder, quarantined)
         decodes = self._schedule_decodes(builder)
+        if self._encoding.is_on:
+            self._encoding.splits = self._pacer.is_on and len(decodes) > 0
         budget = self._continue_prompts(builder, self._prompt_budget(decodes))
         if builder.can_admit:
             budget = self._admission.admit(builder, self._admission.admit_loaded(builder, budget))
@@ -377,7 +379,7 @@ class Scheduler:
             self.stats.note_step(plan, builder, self.requests, self.pressure)
             self.requests.timelines.launched(plan, in_flight.launched)
             decoded = plan.num_decodes + plan.num_drafts
-            worked = len(plan.tokens) + sum(each.item.rows for each in plan.encode)
+            worked = len(plan.tokens) + self._encoding.spent
             self._pacer.launched(decoded, worked, in_flight.launched, not builder.awaits_moves)
             self._drafting.launched(plan, in_flight)
         return plan

@@ -19,8 +19,10 @@ import msgspec
 
 from quire.api.async_sessions import BranchTurn, Turn
 from quire.api.chat_media import take_media
+from quire.api.embeds_parts import take_embeds
 from quire.api.text_encoding import TextEncoder
 from quire.api.work_pool import check_abandoned
+from quire.messages.media import EMBEDS
 from quire.messages.outputs import CompletionOutput, RequestOutput
 from quire.messages.sampling import RequestOutputKind, SamplingParams
 from quire.output.parsers.answer import AnswerReader
@@ -250,7 +252,7 @@ def prepare(
     whole = None if session is None else RenderedChat(session.text, session.tokens, session.media)
     text, tokens, media = whole or render(context, request)
     if media is not None and session is None:
-        _check_media(params)
+        _check_media(request, params, any(item.kind == EMBEDS for item in media.items))
     elif branch is not None and branch.before and (same := branch.continued(context.texts, text)) is not None:
         tokens = same if len(same) <= (params.truncate_prompt_tokens or len(same)) else tokens
     if request.echo and not request.stream and params.prompt_logprobs is None:
@@ -319,7 +321,11 @@ def tool_plan(context: ServerContext, request: ChatRequest) -> ToolPlan:
     )
 
 
-def _check_media(params: SamplingParams) -> None:
+def _check_media(request: ChatRequest, params: SamplingParams, has_embeds: bool) -> None:
+    if has_embeds:  # they have no tokens
+        for name in ("echo", "prompt_logprobs", "truncate_prompt_tokens", "session_id"):
+            if getattr(request, name, None) not in (None, False):
+                raise bad_request(f"prompt_embeds cannot be combined with {name}", name)
     if params.truncate_prompt_tokens is not None:
         raise bad_request(
             "a conversation with images is not truncated: leave truncate_prompt_tokens (truncation) out",
@@ -334,6 +340,7 @@ def render(context: ServerContext, request: ChatRequest) -> RenderedChat:
     _check_template(context, request)
     given = [message.as_dict() for message in request.messages]
     messages, sources = take_media(given, context.llm.inputs.media.check_kind)
+    messages, embeds = take_embeds(messages)
     settings = None if asks_for_nothing(request.mm_processor_kwargs) else request.mm_processor_kwargs
     if settings is not None and not context.config.trust_request_mm_kwargs:
         raise bad_request(
@@ -358,6 +365,11 @@ def render(context: ServerContext, request: ChatRequest) -> RenderedChat:
     text = context.tool_prompts.render(list(messages), **arguments)
     check_abandoned()
     # The template writes the special tokens itself; the tokenizer must not add its own.
+    if embeds:
+        text, media = context.llm.inputs.join_embeds(
+            text, embeds, bool(sources), lambda piece: context.tokenize(piece, False)
+        )
+        return RenderedChat(text, media.tokens, media)
     if sources:
         media = context.llm.inputs.prepare_chat(text, sources, settings, lambda whole: context.tokenize(whole, False))
         return RenderedChat(text, media.tokens, media)

@@ -59,6 +59,9 @@ class VisionEncoder(Protocol):
         mixture of sizes. Under inference mode. Raises for an item that it cannot read: that request alone ends."""
         ...
 
+    # Optional: `parts`, a number, and `encode_parts(items)`, a generator that stops for a moment so many times and then
+    # returns what `encode` does. Large images are then encoded over several steps while streams wait for these.
+
     def canonical(self, name: str) -> str:
         """The name here of a checkpoint's tensor; any other name, if it has no place here."""
         ...

@@ -12,11 +12,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from quire.kernels.segments import Segments, upload
 from quire.layers.build_context import BuildContext
 from quire.messages.media import MediaItem
 from quire.vision.layers import (
     Rotation,
-    Segments,
     VisionLinear,
     VisionNorm,
     VisionParameter,
@@ -91,6 +91,7 @@ class Gemma4VisionAttention(nn.Module):
 
     def __init__(self, build: BuildContext, vision: Mapping[str, Any]) -> None:
         super().__init__()
+        self.ops = build.ops
         size, self.dim, eps = int(vision["hidden_size"]), int(vision["head_dim"]), float(vision["rms_norm_eps"])
         self.heads, self.kv_heads = int(vision["num_attention_heads"]), int(vision["num_key_value_heads"])
         clips = bool(vision["use_clipped_linears"])
@@ -108,7 +109,7 @@ class Gemma4VisionAttention(nn.Module):
         v = unit_norm(v, self.eps)
         if (repeat := self.heads // self.kv_heads) > 1:
             k, v = k.repeat_interleave(repeat, dim=1), v.repeat_interleave(repeat, dim=1)
-        return self.o_proj(segments.attend(q, k, v, 1.0))
+        return self.o_proj(self.ops.attend_segments(q, k, v, segments, 1.0))
 
 
 class Gemma4VisionMLP(nn.Module):
@@ -170,11 +171,11 @@ class Gemma4Tower(nn.Module):
     def _layout(self, rows: int, columns: int) -> tuple[torch.Tensor, Rotation]:
         """(column and row of each patch; its rotation)."""
         row, column = np.indices((rows, columns)).reshape(2, -1)
-        places = torch.from_numpy(np.stack((column, row), axis=1)).to(self.device)
+        places = torch.from_numpy(np.stack((column, row), axis=1))
         half = self.dim // 2
         frequencies = 1.0 / self.theta ** (torch.arange(0, half, 2, dtype=torch.float32) / half)
-        angles = (places.float().cpu()[..., None] * frequencies).unsqueeze(1).to(self.device)
-        return places, (angles.cos(), angles.sin())
+        angles = upload(((places.float()[..., None] * frequencies).unsqueeze(1)).numpy(), self.device)
+        return upload(places.numpy(), self.device), (angles.cos(), angles.sin())
 
     def forward(self, patches: torch.Tensor, grids: Sequence[tuple[int, int]]) -> torch.Tensor:
         """[rows of all images, size]."""

@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from torch import nn
 
+from quire.kernels.segments import Segments
 from quire.layers.build_context import BuildContext
 from quire.messages.media import MediaItem
 from quire.vision.layers import (
-    Segments,
     VisionAttention,
     VisionLinear,
     VisionMLP,
@@ -59,7 +59,7 @@ class InternVLAttention(VisionAttention):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = (each.unflatten(-1, (self.heads, self.dim)) for each in (q, k, v))
-        return self.out(segments.attend(q, k, v, self.scale))
+        return self.out(self.ops.attend_segments(q, k, v, segments, self.scale))
 
 
 class InternVLBlock(nn.Module):

@@ -6,6 +6,7 @@ quantized checkpoints leave them in 16 bits.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -16,6 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from quire.errors import UnsupportedModelError
+from quire.kernels.segments import Segments, upload
 from quire.layers.build_context import BuildContext
 from quire.loading.weights import Target
 from quire.messages.media import DIGEST_BYTES, IMAGE, MediaItem
@@ -28,6 +30,8 @@ ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
     "silu": F.silu,
 }
+_GATES = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
+"""The names of gated activations in `kernels/gates.py`."""
 
 
 def activation(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -94,6 +98,7 @@ class VisionNorm(nn.Module):
 
     def __init__(self, build: BuildContext, name: str, size: int, eps: float, rms: bool = False) -> None:
         super().__init__()
+        self.ops = build.ops
         self.name, self.size, self.eps, self.rms = name, size, eps, rms
         self.weight = build.parameter(size)
         self.bias = None if rms else build.parameter(size)
@@ -106,9 +111,16 @@ class VisionNorm(nn.Module):
         return found
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.rms:
-            return F.rms_norm(x.float(), (self.size,), None, self.eps).to(x.dtype) * self.weight
-        return F.layer_norm(x, (self.size,), self.weight, self.bias, self.eps)
+        return self.add(x, None)[0]
+
+    def add(self, x: torch.Tensor, stream: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """(The norm of stream + x, that sum); the stream [tokens, size] is overwritten. None: there is only x, which
+        becomes the stream."""
+        if self.bias is not None:
+            return self.ops.layer_norm(x, stream, self.weight, self.bias, self.eps)
+        if stream is not None:
+            return self.ops.add_rms_norm(x, stream, self.weight, self.eps)
+        return self.ops.rms_norm(x, self.weight, self.eps), x
 
 
 class VisionParameter(nn.Module):
@@ -132,8 +144,9 @@ class VisionMLP(nn.Module):
     ) -> None:
         super().__init__()
         self.act = activation(act)
-        self.up = VisionLinear(build, names[0], size, width)
-        self.down = VisionLinear(build, names[1], width, size)
+        pad = padding(width, build.device)
+        self.up = VisionLinear(build, names[0], size, width, pad_outputs=pad)
+        self.down = VisionLinear(build, names[1], width, size, pad_inputs=pad)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(self.act(self.up(x)))
@@ -145,50 +158,21 @@ class GatedVisionMLP(nn.Module):
     def __init__(self, build: BuildContext, size: int, width: int, act: str, bias: bool) -> None:
         super().__init__()
         self.act = activation(act)
+        self.ops, self.gate = build.ops, _GATES.get(act)
         pad = padding(width, build.device)
         self.gate_up = VisionLinear(build, ("gate_proj", "up_proj"), size, width, bias, pad_outputs=pad)
         self.down = VisionLinear(build, "down_proj", width, size, bias, pad_inputs=pad)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        gate_up = self.gate_up(x)
+        if self.gate is not None:
+            return self.down(self.ops.gate_mul(gate_up, self.gate))
+        gate, up = gate_up.chunk(2, dim=-1)
         return self.down(self.act(gate) * up)
 
 
-class Segments:
-    """Runs of a packed sequence, each of which attends within itself. Runs of one length are computed together."""
-
-    def __init__(self, lengths: np.ndarray, device: torch.device) -> None:
-        lengths = np.asarray(lengths, np.int64)
-        starts = np.cumsum(lengths) - lengths
-        self.total = int(lengths.sum())
-        self.groups: list[tuple[torch.Tensor | None, int, int]] = []
-        """(tokens, or None for all in order; runs; length of each)"""
-        distinct = np.unique(lengths)
-        for length in distinct.tolist():
-            own = starts[lengths == length]
-            index = None
-            if len(distinct) > 1:
-                index = torch.from_numpy((own[:, None] + np.arange(length)).reshape(-1)).to(device)
-            self.groups.append((index, len(own), length))
-
-    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
-        """Attention of [T, heads, dim] within each run; [T, heads * dim]."""
-        parts = []
-        for index, count, length in self.groups:
-            own = (x if index is None else x[index] for x in (q, k, v))
-            queries, keys, values = (x.unflatten(0, (count, length)).transpose(1, 2) for x in own)
-            attended = F.scaled_dot_product_attention(queries, keys, values, scale=scale)
-            parts.append(attended.transpose(1, 2).flatten(2).flatten(0, 1))
-        if self.groups[0][0] is None:
-            return parts[0]
-        out = torch.empty_like(q).flatten(1)
-        for (index, _, _), part in zip(self.groups, parts, strict=True):
-            out[index] = part
-        return out
-
-
 Rotation = tuple[torch.Tensor, torch.Tensor]
-"""Cosines and sines [T, 1, dim / 2], float32."""
+"""Cosines and sines [T, dim / 2], float32."""
 
 
 def rotation_2d(places: np.ndarray, dim: int, theta: float, device: torch.device, alternate: bool = False) -> Rotation:
@@ -200,15 +184,8 @@ def rotation_2d(places: np.ndarray, dim: int, theta: float, device: torch.device
         frequencies = torch.stack((every[0::2], every[1::2]))
     else:
         frequencies = 1.0 / theta ** (torch.arange(0, dim // 2, 2, dtype=torch.float32) / (dim // 2))
-    angles = (torch.from_numpy(places).float()[..., None] * frequencies).flatten(1).unsqueeze(1).to(device)
-    return angles.cos(), angles.sin()
-
-
-def rotate(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-    """[T, heads, dim], pairs half a head apart; in float32."""
-    first, second = x.float().chunk(2, dim=-1)
-    cos, sin = rotation
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+    angles = (torch.from_numpy(places).float()[..., None] * frequencies).flatten(1)
+    return upload(angles.cos().numpy(), device), upload(angles.sin().numpy(), device)
 
 
 class VisionAttention(nn.Module):
@@ -226,6 +203,7 @@ class VisionAttention(nn.Module):
         head_dim: int | None = None,
     ) -> None:
         super().__init__()
+        self.ops = build.ops
         self.heads, self.dim = heads, head_dim or size // heads
         width = heads * self.dim
         outputs = 3 * width if isinstance(names, str) else width
@@ -234,16 +212,24 @@ class VisionAttention(nn.Module):
         self.scale = self.dim**-0.5
 
     def forward(self, x: torch.Tensor, segments: Segments, rotation: Rotation | None = None) -> torch.Tensor:
-        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, self.dim)).unbind(1)
+        qkv = self.qkv(x).unflatten(-1, (3 * self.heads, self.dim))
         if rotation is not None:
-            q, k = rotate(q, rotation), rotate(k, rotation)
-        return self.out(segments.attend(q, k, v, self.scale))
+            self.ops.rotate(qkv[:, : 2 * self.heads], *rotation)
+        q, k, v = qkv.chunk(3, dim=1)
+        return self.out(self.ops.attend_segments(q, k, v, segments, self.scale))
 
 
 def normalized(pixels: np.ndarray, norm: np.ndarray, device: torch.device) -> torch.Tensor:
     """float32 pixels [..., 3] with the mean `norm[0]` taken off and divided by `norm[1]`, both in units of pixels."""
-    mean, deviation = torch.from_numpy(norm).to(device, torch.float32)
-    return (torch.from_numpy(pixels).to(device).float() - mean) / deviation
+    mean, deviation = _norm_on(norm.astype(np.float32).tobytes(), device)
+    return (upload(pixels, device).float() - mean) / deviation
+
+
+@functools.lru_cache(64)
+def _norm_on(norm: bytes, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean and deviation on the device; models have one or two of them."""
+    mean, deviation = np.frombuffer(norm, np.float32).reshape(2, -1)
+    return upload(mean.copy(), device), upload(deviation.copy(), device)
 
 
 def blank_item(shape: tuple[int, int, int], rows: int, **arrays: np.ndarray) -> MediaItem:

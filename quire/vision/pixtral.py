@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 from quire.errors import UnsupportedModelError
+from quire.kernels.segments import Segments
 from quire.layers.build_context import BuildContext
 from quire.messages.media import MediaItem
 from quire.vision.layers import (
     GatedVisionMLP,
     Rotation,
-    Segments,
     VisionAttention,
     VisionLinear,
     VisionNorm,
@@ -51,9 +51,14 @@ class PixtralBlock(nn.Module):
         self.ffn_norm = VisionNorm(build, "ffn_norm", size, _EPS, rms=True)
         self.feed_forward = GatedVisionMLP(build, size, width, act, bias=False)
 
-    def forward(self, x: torch.Tensor, segments: Segments, rotation: Rotation) -> torch.Tensor:
-        x = x + self.attention(self.attention_norm(x), segments, rotation)
-        return x + self.feed_forward(self.ffn_norm(x))
+    def forward(
+        self, x: torch.Tensor, stream: torch.Tensor | None, segments: Segments, rotation: Rotation
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`stream`: the residual stream, to which x is added first; returns what is to be added next, and the stream,
+        which is overwritten."""
+        normed, stream = self.attention_norm.add(x, stream)
+        normed, stream = self.ffn_norm.add(self.attention(normed, segments, rotation), stream)
+        return self.feed_forward(normed), stream
 
 
 class PixtralTower(nn.Module):
@@ -88,10 +93,10 @@ class PixtralTower(nn.Module):
         cos, sin = zip(*(self.rotation(*grid) for grid in grids), strict=True)
         rotation = (torch.cat(cos), torch.cat(sin))
         segments = Segments(np.asarray([rows * columns for rows, columns in grids]), patches.device)
-        x = self.ln_pre(self.patch_conv(patches))
+        x, stream = self.ln_pre(self.patch_conv(patches)), None
         for block in self.transformer.layers:
-            x = block(x, segments, rotation)
-        return x
+            x, stream = block(x, stream, segments, rotation)
+        return x if stream is None else x + stream
 
 
 class MergingProjector(LlavaProjector):

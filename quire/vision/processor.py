@@ -7,6 +7,8 @@ travel.
 
 from __future__ import annotations
 
+import threading
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -58,6 +60,9 @@ class Prepared:
 
 class MediaProcessor(Protocol):
     """What a family does with images and videos. Made once per model; may be called from several threads at once."""
+
+    pictures: PictureCache
+    """Images that were resized already."""
 
     def prompt_text(self, text: str, videos: Sequence[Video] = ()) -> str:
         """The chat template's output with what the family writes as text around each picture; before tokenizing. A
@@ -135,6 +140,35 @@ class Picture:
     """Temporal positions between two frames."""
 
 
+class PictureCache:
+    """Images that were resized already, by digest; the least recently used leave."""
+
+    def __init__(self, capacity: int = 0) -> None:
+        """`capacity`: bytes of their arrays; 0: none is kept."""
+        self.capacity = capacity
+        self.used = 0
+        self._pictures: OrderedDict[bytes, Picture] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def find(self, key: bytes) -> Picture | None:
+        """The picture, if it is there."""
+        with self._lock:
+            if (found := self._pictures.get(key)) is not None:
+                self._pictures.move_to_end(key)
+            return found
+
+    def keep(self, key: bytes, picture: Picture) -> None:
+        """Add a picture, unless it alone is too large."""
+        with self._lock:
+            if key in self._pictures or picture.item.nbytes > self.capacity:
+                return
+            self._pictures[key] = picture
+            self.used += picture.item.nbytes
+            while self.used > self.capacity:
+                _, oldest = self._pictures.popitem(last=False)
+                self.used -= oldest.item.nbytes
+
+
 class PlaceholderProcessor:
     """What processors share: finds placeholders, replaces them, makes spans. A family says how an image is resized, and
     what stands for it among the tokens."""
@@ -148,6 +182,19 @@ class PlaceholderProcessor:
         self.image_token = self.soft_token = token_id(config, tokenizer, "image_token_id", "image_token_index")
         """The placeholder of an image; and the token that stands for one embedding of it."""
         self.video_token: int | None = None
+        self.pictures = PictureCache()
+
+    def cached(self, image: Image.Image, kwargs: Mapping[str, Any]) -> Picture:
+        """`image`, from the cache if the same pixels came with the same settings."""
+        if not self.pictures.capacity:
+            return self.image(image, kwargs)
+        digest = blake3(repr((image.size, sorted(kwargs.items()))).encode())
+        digest.update(image.tobytes())
+        key = digest.digest()
+        if (found := self.pictures.find(key)) is None:
+            found = self.image(image, kwargs)
+            self.pictures.keep(key, found)
+        return found
 
     def prompt_text(self, text: str, videos: Sequence[Video] = ()) -> str:
         """As it is."""
@@ -192,7 +239,7 @@ class PlaceholderProcessor:
         self._check_count(int(is_video.sum()), len(videos), "video")
         if not images and not videos:
             return Prepared(list(tokens))
-        pictures = iter([self.image(rgb(image), kwargs) for image in images])
+        pictures = iter([self.cached(rgb(image), kwargs) for image in images])
         clips = iter([self.video(video, kwargs) for video in videos])
         parts: list[np.ndarray] = []
         items: list[MediaItem] = []

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator, Sequence
+
 import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F
 
+from quire.kernels.segments import Segments, upload
 from quire.layers.build_context import BuildContext
 from quire.vision.layers import (
     GatedVisionMLP,
     Rotation,
-    Segments,
     VisionAttention,
     VisionLinear,
     VisionNorm,
@@ -46,9 +48,14 @@ class Qwen2_5VisionBlock(nn.Module):  # noqa: N801
         self.attn = VisionAttention(build, size, heads, "qkv", "proj")
         self.mlp = GatedVisionMLP(build, size, width, act, bias=True)
 
-    def forward(self, x: torch.Tensor, segments: Segments, rotation: Rotation) -> torch.Tensor:
-        x = x + self.attn(self.norm1(x), segments, rotation)
-        return x + self.mlp(self.norm2(x))
+    def forward(
+        self, x: torch.Tensor, stream: torch.Tensor | None, segments: Segments, rotation: Rotation
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`stream`: the residual stream, to which x is added first; returns what is to be added next, and the stream,
+        which is overwritten."""
+        normed, stream = self.norm1.add(x, stream)
+        normed, stream = self.norm2.add(self.attn(normed, segments, rotation), stream)
+        return self.mlp(normed), stream
 
 
 class Qwen2_5VLEncoder(QwenVisionEncoder):  # noqa: N801
@@ -59,6 +66,7 @@ class Qwen2_5VLEncoder(QwenVisionEncoder):  # noqa: N801
         size, heads = int(vision["hidden_size"]), int(vision["num_heads"])
         super().__init__(build, vision, size // heads)
         self.window = int(vision["window_size"]) // self.patch // self.merge
+        self.longest_window = (self.window * self.merge) ** 2
         self.full = frozenset(vision["fullatt_block_indexes"])
         self.patch_embed = VisionLinear(build, "patch_embed.proj", self.kernel, size, bias=False)
         width, act = int(vision["intermediate_size"]), str(vision["hidden_act"])
@@ -70,9 +78,7 @@ class Qwen2_5VLEncoder(QwenVisionEncoder):  # noqa: N801
         """Rotation and runs, in the order of the windows."""
         order, windows = self._windows(rows // self.merge, columns // self.merge)
         places = self.places(rows, columns).reshape(-1, self.merge**2, 2)[order].reshape(-1, 2)
-        device = self.build.device
-        rotation = rotation_2d(places, self.head_dim, 10000.0, device)
-        return FrameLayout(rotation, windows, torch.from_numpy(order).to(device))
+        return FrameLayout(rotation_2d(places, self.head_dim, 10000.0, self.build.device), windows, order)
 
     def _windows(self, rows: int, columns: int) -> tuple[np.ndarray, np.ndarray]:
         """(merged blocks in the order of their windows, patches of each window)."""
@@ -80,22 +86,26 @@ class Qwen2_5VLEncoder(QwenVisionEncoder):  # noqa: N801
         window = row // self.window * -(-columns // self.window) + column // self.window
         return np.argsort(window, kind="stable"), np.bincount(window) * self.merge**2
 
-    def transform(self, packed: Packed) -> torch.Tensor:
-        """[rows of all items, width]."""
-        orders = [frame.order for frame in packed.frames if frame.order is not None]
-        starts = np.cumsum([0, *map(len, orders)]).tolist()
-        order = torch.cat([own + start for own, start in zip(orders, starts, strict=False)])
-        x = self.patch_embed(packed.patches)
-        x = x.unflatten(0, (-1, self.merge**2))[order].flatten(0, 1)
-        rotation, whole = packed.rotation(), packed.segments()
-        lengths = [frame.windows for frame in packed.frames if frame.windows is not None]
-        windows = Segments(np.concatenate(lengths), self.build.device)
+    def transform(self, packed: Packed) -> Generator[None, None, torch.Tensor]:
+        """[rows of all items, width]; stops after each layer."""
+        x: torch.Tensor = packed.patches.unflatten(0, (-1, self.merge**2))[packed.order].flatten(0, 1)
+        x, stream = self.patch_embed(x), None
         for number, block in enumerate(self.blocks):
-            x = block(x, whole if number in self.full else windows, rotation)
-        merged = self.merger(x)
-        out = torch.empty_like(merged)
-        out[order] = merged
-        return out
+            x, stream = block(x, stream, packed.whole if number in self.full else packed.windows, packed.rotation)
+            yield
+        merged: torch.Tensor = self.merger(x, stream)
+        return merged[packed.inverse]
+
+    def arrange(self, packed: Packed, frames: Sequence[FrameLayout]) -> None:
+        """Merged blocks in the order of their windows, their places in it, and the windows' patches."""
+        orders, lengths = zip(*((frame.order, frame.windows) for frame in frames), strict=True)
+        starts = np.cumsum([0, *map(len, orders)])
+        order = np.concatenate([own + start for own, start in zip(orders, starts, strict=False)])
+        inverse = np.empty_like(order)
+        inverse[order] = np.arange(len(order))
+        device = self.build.device
+        packed.order, packed.inverse = upload(np.stack((order, inverse)), device).unbind(0)
+        packed.windows = Segments(np.concatenate(lengths), device, windows=True)
 
 
 class QwenMerger(nn.Module):
@@ -109,5 +119,6 @@ class QwenMerger(nn.Module):
         self.up = VisionLinear(build, "mlp.0", joined, joined)
         self.down = VisionLinear(build, "mlp.2", joined, build.config.hidden_size)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(F.gelu(self.up(self.ln_q(x).reshape(-1, self.joined))))
+    def forward(self, x: torch.Tensor, stream: torch.Tensor | None) -> torch.Tensor:
+        normed, _ = self.ln_q.add(x, stream)
+        return self.down(F.gelu(self.up(normed.reshape(-1, self.joined))))

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
+
 import torch
 from torch import nn
 
+from quire.kernels.segments import Segments
 from quire.layers.build_context import BuildContext
 from quire.vision.layers import (
     Rotation,
-    Segments,
     VisionAttention,
     VisionLinear,
     VisionMLP,
@@ -44,9 +46,14 @@ class QwenVisionBlock(nn.Module):
         self.attn = VisionAttention(build, size, heads, "qkv", "proj")
         self.mlp = VisionMLP(build, size, width, act, mlp)
 
-    def forward(self, x: torch.Tensor, segments: Segments, rotation: Rotation) -> torch.Tensor:
-        x = x + self.attn(self.norm1(x), segments, rotation)
-        return x + self.mlp(self.norm2(x))
+    def forward(
+        self, x: torch.Tensor, stream: torch.Tensor | None, segments: Segments, rotation: Rotation
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`stream`: the residual stream, to which x is added first; returns what is to be added next, and the stream,
+        which is overwritten."""
+        normed, stream = self.norm1.add(x, stream)
+        normed, stream = self.norm2.add(self.attn(normed, segments, rotation), stream)
+        return self.mlp(normed), stream
 
 
 class Qwen2VLEncoder(QwenVisionEncoder):
@@ -62,10 +69,11 @@ class Qwen2VLEncoder(QwenVisionEncoder):
         self.blocks = nn.ModuleList(blocks)
         self.merger = QwenMerger(build, size, self.merge)
 
-    def transform(self, packed: Packed) -> torch.Tensor:
-        """[rows of all items, width]."""
-        x = self.patch_embed(packed.patches)
-        rotation, segments = packed.rotation(), packed.segments()
+    def transform(self, packed: Packed) -> Generator[None, None, torch.Tensor]:
+        """[rows of all items, width]; stops after each layer."""
+        x, stream = self.patch_embed(packed.patches), None
         for block in self.blocks:
-            x = block(x, segments, rotation)
-        return self.merger(x)
+            x, stream = block(x, stream, packed.whole, packed.rotation)
+            yield
+        merged: torch.Tensor = self.merger(x, stream)
+        return merged

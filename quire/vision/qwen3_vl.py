@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Generator, Sequence
 
 import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F
 
+from quire.kernels.segments import upload
 from quire.layers.build_context import BuildContext
 from quire.vision.layers import VisionLinear, VisionNorm, VisionParameter, rotation_2d, vision_fields
 from quire.vision.qwen2_vl import QwenVisionBlock
@@ -85,22 +87,28 @@ class Qwen3VLEncoder(QwenVisionEncoder):
                 index.append(row * self.side + column)
                 weight.append(np.abs(1 - down - share[:, 0]) * np.abs(1 - right - share[:, 1]))
         device = self.build.device
-        weights = torch.from_numpy(np.stack(weight, 1).astype(np.float32)).to(device, self.build.dtype)
-        return torch.from_numpy(np.stack(index, 1)).to(device), weights
+        weights = upload(np.stack(weight, 1).astype(np.float32), device).to(self.build.dtype)
+        return upload(np.stack(index, 1), device), weights
 
-    def transform(self, packed: Packed) -> torch.Tensor:
-        """[rows of all items, width]."""
-        taps = [frame.taps for frame in packed.frames if frame.taps is not None]
-        index, share = (torch.cat(parts) for parts in zip(*taps, strict=True))
+    def arrange(self, packed: Packed, frames: Sequence[FrameLayout]) -> None:
+        """The learned positions."""
+        taps = [frame.taps for frame in frames if frame.taps is not None]
+        index, share = zip(*taps, strict=True)
+        packed.taps = torch.cat(index), torch.cat(share)
+
+    def transform(self, packed: Packed) -> Generator[None, None, torch.Tensor]:
+        """[rows of all items, width]; stops after each layer."""
+        assert packed.taps is not None
+        index, share = packed.taps
         learned = F.embedding_bag(index, self.pos_embed.weight, per_sample_weights=share, mode="sum")
-        x = self.patch_embed(packed.patches) + learned
-        rotation, segments = packed.rotation(), packed.segments()
+        x, stream = self.patch_embed(packed.patches).add_(learned), None
         deeper = []
         for number, block in enumerate(self.blocks):
-            x = block(x, segments, rotation)
+            x, stream = block(x, stream, packed.whole, packed.rotation)
             if number in self.deepstack:
-                deeper.append(self.deepstack_merger_list[self.deepstack.index(number)](x))
-        return torch.cat((self.merger(x), *deeper), dim=1)
+                deeper.append(self.deepstack_merger_list[self.deepstack.index(number)](x + stream))
+            yield
+        return torch.cat((self.merger(x if stream is None else x + stream), *deeper), dim=1)
 
 
 class Qwen3_5Encoder(Qwen3VLEncoder):  # noqa: N801

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from quire.errors import UnsupportedModelError
+from quire.kernels.segments import Segments
 from quire.layers.build_context import BuildContext
 from quire.messages.media import MediaItem
 from quire.vision.layers import (
-    Segments,
     VisionAttention,
     VisionLinear,
     VisionMLP,
@@ -55,9 +55,14 @@ class TowerBlock(nn.Module):
         self.self_attn = VisionAttention(build, size, int(vision["num_attention_heads"]))
         self.mlp = VisionMLP(build, size, int(vision["intermediate_size"]), str(vision["hidden_act"]))
 
-    def forward(self, x: torch.Tensor, segments: Segments) -> torch.Tensor:
-        x = x + self.self_attn(self.layer_norm1(x), segments)
-        return x + self.mlp(self.layer_norm2(x))
+    def forward(
+        self, x: torch.Tensor, stream: torch.Tensor | None, segments: Segments
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`stream`: the residual stream, to which x is added first; returns what is to be added next, and the stream,
+        which is overwritten."""
+        normed, stream = self.layer_norm1.add(x, stream)
+        normed, stream = self.layer_norm2.add(self.self_attn(normed, segments), stream)
+        return self.mlp(normed), stream
 
 
 class TowerEmbeddings(nn.Module):
@@ -118,16 +123,17 @@ class Tower(nn.Module):
         if self.pre_layrnorm is not None:
             x = self.pre_layrnorm(x)
         segments = Segments(np.full(count, tokens), x.device)
-        outputs = {0: x}
+        read = self.read or ()
+        outputs = {0: x.clone()} if 0 in read else {}
+        stream = None
         for number, layer in enumerate(self.encoder.layers, start=1):
-            x = layer(x, segments)
-            if self.read is not None and number in self.read:
-                outputs[number] = x
+            x, stream = layer(x, stream, segments)
+            if number in read:
+                outputs[number] = x + stream
         if self.post_layernorm is not None:
-            x = self.post_layernorm(x)
+            x = self.post_layernorm.add(x, stream)[0]
         else:
-            assert self.read is not None
-            x = torch.cat([outputs[layer] for layer in self.read], dim=-1)
+            x = torch.cat([outputs[layer] for layer in read], dim=-1)
         return x.unflatten(0, (count, tokens))
 
 

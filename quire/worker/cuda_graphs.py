@@ -15,6 +15,7 @@ launched on the same stream.
 from __future__ import annotations
 
 import itertools
+import logging
 import weakref
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -35,6 +36,8 @@ from quire.worker.logprobs import LOGIT_ROWS
 from quire.worker.mixed_steps import TOKENS, MixedShape, pad_plan, shape_of
 from quire.worker.paths import DecodeShape, PathOutput, StepPath, forward, propose, request_features
 from quire.worker.verify_steps import VerifyShape, pad_verifying, smallest_above, verify_shape
+
+logger = logging.getLogger(__name__)
 
 VERIFYING_GRAPHS = 256
 """Most shapes of steps that verify drafts that have graphs; the oldest makes room for a new one."""
@@ -494,19 +497,33 @@ class CapturedMixedPath(_CapturedPath):
 
 def captured_paths(
     model: CausalLM, batch: CudaBatch, max_rows: int, is_last_stage: bool, reads_groups: bool,
-    proposer: DeviceProposer | None = None,
+    proposer: DeviceProposer | None = None, encoder: Any | None = None,
 ) -> list[StepPath]:  # fmt: skip
-    """The captured paths, most of their graphs captured. `reads_groups`: steps may have prefix groups."""
+    """The captured paths, most of their graphs captured. `reads_groups`: steps may have prefix groups. `encoder`: of
+    images, captured too if it can be."""
     pool = GraphPool(batch)
     sizes = capture_sizes(min(max_rows, 1024))
     decode = CapturedDecodePath(model, batch, pool, is_last_stage, sizes, proposer)
     mixed = CapturedMixedPath(model, batch, pool, is_last_stage, proposer)
     decode.capture_all(reads_groups)
     mixed.capture_some()
+    _capture_encoder(encoder, pool)
     torch.cuda.empty_cache()  # memory of the warm-up runs
     if not batch.speculates:
         return [decode, mixed]
     return [decode, CapturedVerifyPath(model, batch, pool, is_last_stage, sizes, proposer), mixed]
+
+
+def _capture_encoder(encoder: Any | None, pool: GraphPool) -> None:
+    """Capture an encoder of images, if it can be; without graphs it works too."""
+    capture = getattr(encoder, "capture", None)
+    if capture is None:
+        return
+    try:
+        with torch.inference_mode():
+            capture(pool)
+    except RuntimeError as error:
+        logger.warning("images are encoded without CUDA graphs: %s", error)
 
 
 def _take_stream(owner: GraphPool) -> torch.cuda.Stream:

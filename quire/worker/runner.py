@@ -170,7 +170,7 @@ class Runner:
 
     @torch.inference_mode()
     def _launch(self, plan: StepPlan) -> PendingStep:
-        if self._items is None or not (plan.encode or plan.freed or plan.reset):
+        if self._items is None or not (plan.encode or plan.encoded or plan.freed or plan.reset):
             return self._launch_step(plan)
         errors = self._items.apply(plan)
         step = self._launch_step(plan)

@@ -274,7 +274,8 @@ class Worker:
 
             is_last = self._ranks.is_last_stage
             captured = captured_paths(
-                self.model, batch, self._max_rows, is_last, self.reads_groups, self.proposer
+                self.model, batch, self._max_rows, is_last, self.reads_groups, self.proposer,
+                self.encoder if self._ranks.is_first_stage else None,
             )  # fmt: skip
             paths = [*captured, *paths]
         runner = Runner(self.model, batch, paths, processors, self._pipeline, self.proposer, self.items)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -106,3 +106,25 @@ def test_embeds_are_off_by_default(folder: Path) -> None:
     llm = LLM(model=str(folder), **SETTINGS)
     with pytest.raises(ValidationError, match="enable_prompt_embeds"):
         llm.generate([{"prompt_embeds": torch.zeros(2, 32)}], GREEDY)
+
+
+def test_parts_of_chats(make_llm: Callable[..., LLM], tiny_model: Path) -> None:
+    llm = make_llm(enable_prompt_embeds=True)
+    rows, tokenizer = table(tiny_model), llm.get_tokenizer()
+    ids = tokenizer.encode("the world", add_special_tokens=False)
+    conversation = [{"role": "user", "content": "<marker>"}]
+    before, after = tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True).split(
+        "<marker>"
+    )
+    whole = [token for piece in (before, ids, after) for token in (
+        tokenizer.encode(piece, add_special_tokens=False) if isinstance(piece, str) else piece)]  # fmt: skip
+    wanted = tokens_of(llm, [whole])
+    for data in (rows[ids], rows[ids].numpy()):
+        chat = [{"role": "user", "content": [{"type": "prompt_embeds", "data": data}]}]
+        (output,) = llm.chat(chat, GREEDY)
+        assert [list(output.outputs[0].token_ids)] == wanted
+        assert output.prompt == before + after
+    with pytest.raises(ValidationError, match="once and in order"):
+        llm.chat(chat, GREEDY, chat_template="{% for message in messages %}fixed{% endfor %}")
+    with pytest.raises(ValidationError, match="start with enable_prompt_embeds"):
+        make_llm().chat(chat, GREEDY)

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.conftest import tiny_tokenizer
 from tests.server.conftest import Host, Live
 
 PATH = "/v1/completions"
@@ -169,3 +170,76 @@ class TestRefusals:
         embeds = saved(rows[IDS])
         for name, value in (("echo", True), ("prompt_logprobs", 1), ("suffix", "b"), ("session_id", "s")):
             self.refused(server, embeds, "cannot be combined with", name, **{name: value})
+
+
+CHAT = "/v1/chat/completions"
+
+
+def part(rows: Any) -> dict[str, Any]:
+    return {"type": "prompt_embeds", "data": rows if isinstance(rows, str) else saved(rows)}
+
+
+def text(value: str) -> dict[str, Any]:
+    return {"type": "text", "text": value}
+
+
+class TestPartsOfChats:
+    """The template is rendered around embeddings as it is around text."""
+
+    def reference(self, server: Live, messages: list[dict[str, Any]], marks: dict[str, list[int]]) -> list[int]:
+        """The answer to the conversation as token ids, each mark replaced by these."""
+        whole = server.post("/tokenize", {"messages": messages, "return_token_strs": False})
+        assert whole.status_code == 200
+        tokenizer, ids = tiny_tokenizer(), []
+        rendered = tokenizer.apply_chat_template(
+            [
+                {**message, "content": message["content"] if isinstance(message["content"], str) else "\n".join(
+                    part["text"] for part in message["content"])}
+                for message in messages
+            ],
+            tokenize=False, add_generation_prompt=True,
+        )  # fmt: skip
+        for mark, own in marks.items():
+            before, _, rendered = rendered.partition(mark)
+            ids += [*tokenizer.encode(before, add_special_tokens=False), *own]
+        ids += tokenizer.encode(rendered, add_special_tokens=False)
+        return answers(server, prompt=ids)[0]
+
+    def test_in_any_message(self, server: Live, rows: torch.Tensor) -> None:
+        one, other = IDS, IDS[::-1][:9]
+        marked = [
+            {"role": "user", "content": [text("the"), text("#1#"), text("in")]},
+            {"role": "assistant", "content": "an answer"},
+            {"role": "user", "content": [text("#2#")]},
+        ]
+        sent = [
+            {"role": "user", "content": [text("the"), part(rows[one]), text("in")]},
+            marked[1],
+            {"role": "user", "content": [part(rows[other])]},
+        ]
+        wanted = self.reference(server, marked, {"#1#": one, "#2#": other})
+        answer = server.post(CHAT, {**FIXED, "messages": sent})
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["choices"][0]["token_ids"] == wanted
+        ids = answer.json()["prompt_token_ids"]
+        assert len(ids) == answer.json()["usage"]["prompt_tokens"] and ids.count(0) >= len(one) + len(other)
+        swapped = [{**sent[0], "content": [text("the"), part(rows[other]), text("in")]}, *sent[1:]]
+        assert server.post(CHAT, {**FIXED, "messages": swapped}).json()["choices"][0]["token_ids"] != wanted
+
+    def test_refusals(self, server: Live, live: Live, rows: torch.Tensor) -> None:
+        def refused(to: Live, content: list[Any], says: str, path: str = CHAT, **fields: Any) -> None:
+            body = {**FIXED, "messages": [{"role": "user", "content": content}], **fields}
+            answer = to.post(path, body)
+            assert answer.status_code == 400, answer.text
+            assert says in answer.json()["error"]["message"], answer.text
+
+        given = part(rows[IDS])
+        refused(live, [given], "--enable-prompt-embeds")
+        refused(server, [{"type": "prompt_embeds"}], "has no data")
+        refused(server, [part("AAAA")], "torch.save")
+        refused(server, [part(rows[IDS][:, :5])], "shape")
+        refused(server, [part(rows[IDS] * torch.inf)], "NaN or infinite")
+        refused(server, [given], "prompt_logprobs", prompt_logprobs=1)
+        refused(server, [given], "truncate_prompt_tokens", truncate_prompt_tokens=5)
+        refused(server, [given] * 12, "maximum context length")
+        refused(server, [given], "combined with session_id", session_id="one")

@@ -16,9 +16,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from quire.distributed.groups import Ranks
-from quire.kernels.reference import TorchOps
 from quire.layers.attention.base import AttentionInputs, Deepstack
-from quire.layers.attention.torch_paged import TorchPagedAttention
 from quire.layers.build_context import BuildContext, collect_targets, create_weights
 from quire.loading.files import local_files
 from quire.loading.load import load_weights, open_checkpoint
@@ -26,7 +24,7 @@ from quire.loading.model_config import read_model_config
 from quire.models.registry import model_class
 from quire.vision.loading import load_encoder, make_encoder
 from quire.vision.processor import Prepared, processor_for
-from tests.models.harness import PagedRun, assert_same
+from tests.models.harness import PLAIN, PagedRun, Target, assert_same
 
 TEXT = 60
 """Ids below this are text; special tokens follow."""
@@ -115,31 +113,38 @@ def write(family: Family, folder: Path) -> Any:
     return reference
 
 
-def build_context(config: Any, max_model_len: int = 1024) -> BuildContext:
+def build_context(
+    config: Any, max_model_len: int = 1024, target: Target = PLAIN, dtype: torch.dtype = torch.float32
+) -> BuildContext:
     return BuildContext(
         config=config,
         ranks=Ranks(),
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-        ops=TorchOps(),
-        attention=TorchPagedAttention(),
+        dtype=dtype,
+        device=torch.device(target.device),
+        ops=target.ops(),
+        attention=target.attention(),
         max_model_len=max_model_len,
     )
 
 
-def pair(family: Family, folder: Path) -> Pair:
-    """Both, from one checkpoint."""
-    reference = write(family, folder)
+def pair(family: Family, folder: Path, target: Target = PLAIN, dtype: torch.dtype = torch.float32) -> Pair:
+    """Both, from one checkpoint; the reference is on the CPU in float32."""
+    return read_pair(write(family, folder), folder, target, dtype)
+
+
+def read_pair(reference: Any, folder: Path, target: Target = PLAIN, dtype: torch.dtype = torch.float32) -> Pair:
+    """The reference, and ours from the folder where it was written."""
     files = local_files("tiny", folder)
     config = read_model_config(files)
-    build = build_context(config)
+    build = build_context(config, target=target, dtype=dtype)
     model = model_class(config.architecture)(build)
     create_weights(model, build)
     checkpoint = open_checkpoint(files)
     load_weights(collect_targets(model), model.ignores, checkpoint, progress=False)
-    encoder = make_encoder(build)
-    for parameter in encoder.parameters():
-        parameter.fill_(float("nan"))
+    encoder: Any = make_encoder(build)
+    if target is PLAIN:  # on a GPU widths are padded
+        for parameter in encoder.parameters():
+            parameter.fill_(float("nan"))
     load_encoder(encoder, checkpoint)
     assert not any(parameter.isnan().any() for parameter in encoder.parameters())
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
@@ -152,9 +157,11 @@ class Spliced:
     def __init__(self, model: Any, prepared: Prepared, rows: Sequence[torch.Tensor]) -> None:
         self.model, self.prepared = model, prepared
         size = model.build.config.hidden_size
-        self.places = torch.cat([torch.arange(span.start, span.start + span.length) for span in prepared.spans])
+        device = model.build.device
+        places = [torch.arange(span.start, span.start + span.length, device=device) for span in prepared.spans]
+        self.places = torch.cat(places)
         values = torch.cat([rows[span.item][span.offset : span.offset + span.length] for span in prepared.spans])
-        self.hidden = model.embed(torch.tensor(prepared.tokens)).clone()
+        self.hidden = model.embed(torch.tensor(prepared.tokens, device=device)).clone()
         self.hidden[self.places] = values[:, :size]
         self.deeper = [part for part in values[:, size:].split(size, dim=1) if part.numel()]
 
@@ -164,7 +171,7 @@ class Spliced:
     def __call__(self, tokens: Any, positions: torch.Tensor, kv: Any, inputs: AttentionInputs, hidden: Any) -> Any:
         start, end = int(positions[0]), int(positions[-1]) + 1
         if self.prepared.positions is not None:
-            positions = torch.from_numpy(self.prepared.positions[:, start:end]).long()
+            positions = torch.from_numpy(self.prepared.positions[:, start:end]).long().to(positions.device)
         within = (self.places >= start) & (self.places < end)
         if self.deeper:
             inputs.deepstack = Deepstack(self.places[within] - start, [part[within] for part in self.deeper])

@@ -17,6 +17,7 @@ from quire.errors import CacheTooSmallError, ValidationError
 from quire.messages.media import MediaItem, Span
 from quire.messages.plan import decode_plan, encode
 from quire.messages.sampling import SamplingParams
+from quire.scheduler.pacing import Pacer
 from quire.vision.processor import Prepared
 from tests.vision.engine_harness import Engine, Sighted
 from tests.vision.harness import picture, words
@@ -230,12 +231,20 @@ def shared(sighted: Sighted) -> Iterator[Engine]:
     engine.close()
 
 
-@pytest.mark.parametrize("depth", [0, 1])
-def test_storm_over_a_tiny_cache_leaves_nothing_behind(sighted: Sighted, depth: int) -> None:
-    engine = sighted.engine(
-        num_gpu_blocks_override=13, encoder_cache_tokens=90, max_num_batched_tokens=40, pipeline_depth=depth
-    )
+STORMS = [(0, 0), (1, 30), pytest.param(1, 0, marks=pytest.mark.slow), pytest.param(0, 12, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize(("depth", "allowed"), STORMS)
+def test_storm_over_a_tiny_cache_leaves_nothing_behind(
+    sighted: Sighted, depth: int, allowed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`allowed`: with streams, at most so many prompt tokens a step, and images are encoded over several; 0: any."""
     random = np.random.default_rng(0)
+    monkeypatch.setattr(Pacer, "allowance", lambda *arguments, **more: int(random.integers(1, allowed + 1)))
+    engine = sighted.engine(
+        num_gpu_blocks_override=13, encoder_cache_tokens=90, max_num_batched_tokens=40, pipeline_depth=depth,
+        max_step_stretch=1.7 if allowed else None,
+    )  # fmt: skip
     prompts = [conversation(sighted, [PICTURES[i] for i in random.permutation(3)[: i % 3 + 1]], i) for i in range(6)]
     wanted = [engine.answer(prompt, 20) for prompt in prompts]
     names: dict[str, int] = {}

@@ -176,3 +176,33 @@ def test_gemma_3_writes_line_ends_around_images_as_text() -> None:
     bare = processor.prepare([1, IMAGE, 2], [picture(20, 20)])
     marked = processor.prepare([1, 58, IMAGE, START, VIDEO, 58, 2], [picture(20, 20)])
     assert bare.tokens == marked.tokens == [1, 58, IMAGE, START, START, START, START, VIDEO, 58, 2]
+
+
+def test_an_image_that_comes_again_is_not_resized_again(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    processor: Any = make(**SETTINGS)
+    resized: list[Any] = []
+    original = type(processor).image
+    monkeypatch.setattr(
+        type(processor), "image", lambda self, image, kwargs: resized.append(image) or original(self, image, kwargs)
+    )
+    one, changed = picture(40, 30, 1), picture(40, 30, 1)
+    changed.putpixel((39, 29), (1, 2, 3))
+    plain = processor.prepare([60, 1, 60], [one, one])
+    assert len(resized) == 2  # off
+    size = plain.items[0].nbytes
+    processor.pictures.capacity = 3 * size
+    for images in ([one, one], [one, changed], [changed, one]):
+        found = processor.prepare([60, 1, 60], images)
+        fresh = [original(processor, image, {}).item for image in images]
+        assert [item.digest for item in found.items] == [item.digest for item in fresh]
+        for item, other in zip(found.items, fresh, strict=True):
+            assert (item.arrays["pixels"] == other.arrays["pixels"]).all()
+    assert len(resized) == 2 + 2
+    processor.prepare([60], [one], kwargs={"max_pixels": 8 * 8 * 4})  # other settings, another result
+    assert len(resized) == 5
+    for seed in range(5, 12):
+        processor.prepare([60], [picture(40, 30, seed)])
+        assert 0 < processor.pictures.used <= 3 * size
+    processor.pictures.capacity = size - 1
+    processor.prepare([60], [picture(40, 30, 30)])
+    assert processor.pictures.used <= 3 * size

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from quire.kernels.adapters import SlotTokens
 from quire.kernels.base import CompilableKernel
@@ -12,8 +13,9 @@ from quire.kernels.gates import PLAIN_EXPERTS, ExpertVariant
 from quire.kernels.kv import LayerKV
 from quire.kernels.reference import TorchOps
 from quire.kernels.routing import RouteRule
+from quire.kernels.segments import CUDNN, FLASH, TRITON, Segments, attend_flash, attention_ways, flash_takes
 from quire.kernels.states import DeltaNet, Mamba, Mamba2, ShortConv, States, StepRows
-from quire.kernels.triton import elementwise, low_rank
+from quire.kernels.triton import elementwise, low_rank, vision
 from quire.kernels.triton.cublaslt import TunedGemms, tuned_gemms
 from quire.kernels.triton.latent.prepare import prepare_latent
 from quire.kernels.triton.launch import INTERPRETED
@@ -21,6 +23,7 @@ from quire.kernels.triton.moe import experts as moe
 from quire.kernels.triton.moe import tuning as moe_tuning
 from quire.kernels.triton.moe.common import ExpertsConfig
 from quire.kernels.triton.moe.tuning import choose_experts
+from quire.kernels.triton.packed_attention import packed_attention
 from quire.kernels.triton.qkv import prepare_qkv
 from quire.kernels.triton.quantized.base import QuantizedProducts
 from quire.kernels.triton.quantized.registry import products_of
@@ -309,6 +312,33 @@ class TritonOps(TorchOps):
         if _is_supported(gate_up):
             return elementwise.silu_mul(gate_up, activation)
         return super().gate_mul(gate_up, activation)
+
+    def layer_norm(
+        self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if _is_supported(x) and x.size(1) <= elementwise.MAX_NORM_WIDTH:
+            stream = x if residual is None else residual
+            return vision.add_layer_norm(x, residual, weight, bias, eps), stream
+        return super().layer_norm(x, residual, weight, bias, eps)
+
+    def rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+        if (x.is_cuda or INTERPRETED) and x.stride(2) == 1 and x.stride(1) == x.shape[2] and len(x):
+            vision.rotate(x, cos, sin)
+        else:
+            super().rotate(x, cos, sin)
+
+    def attend_segments(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, scale: float
+    ) -> torch.Tensor:
+        way = attention_ways[segments.kind]
+        if way == FLASH and flash_takes(q):
+            return attend_flash(q, k, v, segments, scale)
+        if way == TRITON and (INTERPRETED or (q.is_cuda and q.itemsize == 2)):
+            return packed_attention(q, k, v, segments, scale)
+        if way == CUDNN and q.is_cuda and q.itemsize == 2:
+            with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION], set_priority=True):
+                return super().attend_segments(q, k, v, segments, scale)
+        return super().attend_segments(q, k, v, segments, scale)
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         return elementwise.silu_mul(gate_up) if _is_supported(gate_up) else super().silu_mul(gate_up)

@@ -7,7 +7,8 @@ from typing import Any, Literal, Union
 
 import msgspec
 
-from quire.api import chat_media
+from quire.api import chat_media, embeds_parts
+from quire.api.embeds_parts import is_embeds
 from quire.server.errors import bad_request
 from quire.server.protocol.common import Body
 from quire.server.protocol.fields import FieldReader
@@ -122,8 +123,10 @@ class ChatMessage(Body):
 
     @property
     def has_media(self) -> bool:
-        """Whether the content has images or videos."""
-        return isinstance(self.content, list) and any(chat_media.part_kind(part) for part in self.content)
+        """Whether the content has images, videos or embeddings: parts that take long to read."""
+        return isinstance(self.content, list) and any(
+            chat_media.part_kind(part) or is_embeds(part) for part in self.content
+        )
 
     def check_parts(self, fields: FieldReader, where: str, template: Callable[[], str]) -> None:
         """Apply the rule for fields to the parts of the content: the template may read any of them."""
@@ -132,6 +135,8 @@ class ChatMessage(Body):
         for index, part in enumerate(self.content):
             if chat_media.part_kind(part) is not None:
                 fields.ignore_keys(part, IMAGE_FIELDS, f"{where}.content[{index}]")
+            elif is_embeds(part):
+                fields.ignore_keys(part, embeds_parts.FIELDS, f"{where}.content[{index}]")
             elif not part.keys() <= PART_FIELDS:
                 read = frozenset(name for name in part if name in template())
                 fields.ignore_keys(part, PART_FIELDS | read, f"{where}.content[{index}]")

@@ -57,7 +57,7 @@ def tokenized(context: ServerContext, body: EmbeddingRequest) -> list[list[int]]
     body.check_fields()
     if body.messages is not None:
         if body.as_chat().has_media:
-            raise bad_request("images are not embedded: send text", "messages")
+            raise bad_request("images and prompt_embeds are not embedded: send text", "messages")
         text, tokens, _ = render(context, body.as_chat())
         if body.add_special_tokens:  # beside those that the template wrote
             tokens = context.tokenize(text, True, field="messages")
