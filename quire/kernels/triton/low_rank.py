@@ -133,28 +133,42 @@ def _expand_blocks(
         slot = tl.max(tl.where(slot_of < slot, slot_of, -1), axis=0)
 
 
-def add_low_rank(
-    out: torch.Tensor, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, slots: torch.Tensor, bounds: tuple[int, ...]
-) -> None:
-    """`Ops.add_low_rank`, for up to MAX_PARTS parts and contiguous a and b."""
+def shrink(x: torch.Tensor, a: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """The inner products of each token, float32 [tokens, parts * rank]."""
     tokens, depth, ranks = len(x), x.shape[1], a.shape[1]
-    _, rank, width = b.shape
-    parts = len(bounds) - 1
-    first, second, third = (*bounds[1:-1], width, width, width)[:3]
     inner = torch.empty(tokens, ranks, dtype=torch.float32, device=x.device)
     block_k = min(512, max(16, triton.next_power_of_2(depth)))
     if tokens <= FEW_TOKENS:
         few = 4 if tokens <= 8 else BLOCK_R  # a single token should occupy more multiprocessors
         _shrink_each[(tokens, triton.cdiv(ranks, few))](x, a, slots, inner, x.stride(0), depth, ranks, few, block_k)
+        return inner
+    _shrink_blocks[(triton.cdiv(tokens, BLOCK_T), triton.cdiv(ranks, BLOCK_R))](
+        x, a, slots, inner, tokens, x.stride(0), depth, ranks, BLOCK_T, BLOCK_R, min(block_k, 128)
+    )
+    return inner
+
+
+def expand(
+    inner: torch.Tensor, b: torch.Tensor, slots: torch.Tensor, out: torch.Tensor, bounds: tuple[int, ...]
+) -> None:
+    """Add b times the inner products to `out`."""
+    tokens, ranks = inner.shape
+    _, rank, width = b.shape
+    parts = len(bounds) - 1
+    first, second, third = (*bounds[1:-1], width, width, width)[:3]
+    if tokens <= FEW_TOKENS:
         _expand_each[(tokens, triton.cdiv(width, BLOCK_N))](
             inner, b, slots, out, out.stride(0), first, second, third, width, rank, ranks, BLOCK_R, BLOCK_N
         )
         return
-    blocks = triton.cdiv(tokens, BLOCK_T)
-    _shrink_blocks[(blocks, triton.cdiv(ranks, BLOCK_R))](
-        x, a, slots, inner, tokens, x.stride(0), depth, ranks, BLOCK_T, BLOCK_R, min(block_k, 128)
-    )
-    _expand_blocks[(blocks, triton.cdiv(width, BLOCK_N))](
+    _expand_blocks[(triton.cdiv(tokens, BLOCK_T), triton.cdiv(width, BLOCK_N))](
         inner, b, slots, out, tokens, out.stride(0), first, second, third, width, rank, ranks, BLOCK_T, BLOCK_R,
         BLOCK_N, parts,
     )  # fmt: skip
+
+
+def add_low_rank(
+    out: torch.Tensor, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, slots: torch.Tensor, bounds: tuple[int, ...]
+) -> None:
+    """`Ops.add_low_rank`, for up to MAX_PARTS parts and contiguous a and b."""
+    expand(shrink(x, a, slots), b, slots, out, bounds)
