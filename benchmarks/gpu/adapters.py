@@ -127,7 +127,7 @@ def _normal(*shape: int) -> torch.Tensor:
 
 
 def time_kernels(args: argparse.Namespace, say: Callable[..., None]) -> None:
-    from quire.kernels.adapters import SlotTokens
+    from quire.kernels.adapters import LowRank, SlotTokens
     from quire.kernels.triton.launch import let_threads_launch
     from quire.kernels.triton.ops import TritonOps
     from quire.kernels.triton.skinny_gemm.timing import GraphTimer, raise_clocks
@@ -165,10 +165,12 @@ def time_kernels(args: argparse.Namespace, say: Callable[..., None]) -> None:
                 return ops.gate_mul(found) if matrix.gated else found
 
             def adapted(i: int, matrix=matrix, x=x, stream=stream, tokens=tokens) -> Any:  # type: ignore[no-untyped-def]
-                normed = ops.add_rms_norm(x, stream, matrix.gain, 1e-5)[0] if matrix.normed else x
-                found = ops.linear(normed, matrix.weights[i])
-                ops.add_low_rank(found, normed, matrix.a[i], matrix.b[i], tokens, matrix.bounds)
-                return ops.gate_mul(found) if matrix.gated else found
+                low = LowRank(matrix.a[i], matrix.b[i], tokens, matrix.bounds)
+                norm = (matrix.gain, 1e-5) if matrix.normed else None
+                carried = stream if matrix.normed else None
+                return ops.adapted_linear(
+                    x, matrix.weights[i], None, low, norm, carried, "silu" if matrix.gated else ""
+                )
 
             runs[rows, adapters] = [fused, apart, adapted]
         with ThreadPoolExecutor(14) as pool:  # most of the time is compiling
@@ -202,6 +204,7 @@ def time_kernels(args: argparse.Namespace, say: Callable[..., None]) -> None:
 
 def _time_halves(matrix: Matrix, cases: Sequence[tuple[int, int]], timer: Any, say: Callable[..., None]) -> None:
     """Shrink alone and expand alone, after nothing but themselves: the adapters come from L2 where they fit."""
+    from quire.kernels.adapters import LowRank, SlotTokens
     from quire.kernels.triton import low_rank
 
     copies = range(len(matrix.weights))
@@ -210,13 +213,18 @@ def _time_halves(matrix: Matrix, cases: Sequence[tuple[int, int]], timer: Any, s
         slots = (torch.arange(rows, device="cuda") % adapters).int()
         out = torch.zeros(rows, matrix.bounds[-1], device="cuda", dtype=torch.bfloat16)
 
-        def shrink(i: int, x=x, slots=slots) -> Any:  # type: ignore[no-untyped-def]
-            return low_rank.shrink(x, matrix.a[i], slots)
+        def low(i: int, tokens: Any) -> LowRank:
+            return LowRank(matrix.a[i], matrix.b[i], tokens, matrix.bounds)
+
+        tokens = SlotTokens(slots, range(adapters))
+
+        def shrink(i: int, x=x, tokens=tokens) -> Any:  # type: ignore[no-untyped-def]
+            return low_rank.shrink(x, low(i, tokens))
 
         inner = shrink(0)
 
-        def expand(i: int, inner=inner, out=out, slots=slots) -> Any:  # type: ignore[no-untyped-def]
-            low_rank.expand(inner, matrix.b[i], slots, out, matrix.bounds)
+        def expand(i: int, inner=inner, out=out, tokens=tokens) -> Any:  # type: ignore[no-untyped-def]
+            low_rank.expand(inner, low(i, tokens), out, "silu" if matrix.gated else "")
 
         expand(0)
         torch.cuda.synchronize()
