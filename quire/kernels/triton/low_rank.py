@@ -21,6 +21,8 @@ for what is in between.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +31,7 @@ import triton.language as tl
 
 from quire.kernels.adapters import LowRank
 from quire.kernels.triton.gates import gate_mul
-from quire.kernels.triton.launch import gdc_launch_dependents, gdc_wait, num_sms, pdl
+from quire.kernels.triton.launch import INTERPRETED, gdc_launch_dependents, gdc_wait, num_sms, pdl
 from quire.kernels.triton.moe.layout import SPAN, ExpertLayout, arrange
 
 MAX_PARTS = 4
@@ -40,8 +42,13 @@ TILE, LARGE_TILE = 16, 64
 LARGE_TOKENS = 512
 """…up to this many, and beyond."""
 BLOCK_N = 128
+SPLIT_COUNTS = ((LARGE_TOKENS, 16), (4096, 4), (1 << 62, 1))
+"""Up to so many tokens the inputs of a tile are split over so many programs, each of which has…"""
 LEAST_SPLIT = 512
-"""Inputs of a program, at least."""
+"""…so many inputs at least."""
+OVERLAPS = True
+"""Whether captured steps shrink beside the base's product."""
+NO_PDL: dict[str, Any] = {"PDL": False}
 
 
 class Inner(NamedTuple):
@@ -51,6 +58,8 @@ class Inner(NamedTuple):
     """[splits, tokens, parts * rank] float32, to be added up."""
     layout: ExpertLayout | None = None
     """Which token each of them is of; None: in the order of tokens."""
+    in_order: bool = True
+    """Whether the kernel before is the one launched before: only then may programs start before it has ended."""
 
 
 # A few tokens
@@ -120,11 +129,12 @@ def _expand_few(
 ):  # fmt: skip
     """Some outputs of one token, in place; with an ACTIVATION the features of a gate and as many outputs after it."""
     token = tl.program_id(0).to(tl.int64)
-    N: tl.constexpr = WIDTH // 2 if ACTIVATION else WIDTH
+    GATED: tl.constexpr = ACTIVATION != ""
+    N: tl.constexpr = WIDTH // 2 if GATED else WIDTH
     columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     slot = tl.load(slots + token).to(tl.int64)
     weights = _rows_of_b(b, slot, columns, N, RANK, WIDTH, BLOCK_R)
-    if ACTIVATION:
+    if GATED:
         weights_up = _rows_of_b(b, slot, columns + N, WIDTH, RANK, WIDTH, BLOCK_R)
     if PDL:
         gdc_wait()
@@ -136,7 +146,7 @@ def _expand_few(
     total = tl.load(place, mask=columns < N, other=0.0).to(tl.float32)
     shares = tl.load(own + _part_of(columns, first, second, third)[None, :] * RANK, mask=mask, other=0.0)
     total += tl.sum(weights.to(tl.float32) * shares, 0)
-    if ACTIVATION:
+    if GATED:
         up = tl.load(place + N, mask=columns < N, other=0.0).to(tl.float32)
         shares = tl.load(own + _part_of(columns + N, first, second, third)[None, :] * RANK, mask=mask, other=0.0)
         up += tl.sum(weights_up.to(tl.float32) * shares, 0)
@@ -149,10 +159,17 @@ def _expand_few(
 
 
 @triton.jit
-def _tile_of(order, spans, tile, SPAN: tl.constexpr, BLOCK_T: tl.constexpr):
+def _span(spans, tile, SPAN: tl.constexpr):
+    """(slot of a tile, its first sorted row, the end of the slot's rows)."""
+    at = spans + tile * SPAN
+    return tl.load(at), tl.load(at + 1), tl.load(at + 2)
+
+
+@triton.jit
+def _tokens_of(order, start, stop, BLOCK_T: tl.constexpr):
     """(sorted rows of a tile, whether they exist, their tokens)."""
-    rows = tl.load(spans + tile * SPAN + 1) + tl.arange(0, BLOCK_T)
-    exists = rows < tl.load(spans + tile * SPAN + 2)
+    rows = start + tl.arange(0, BLOCK_T)
+    exists = rows < stop
     return rows.to(tl.int64), exists, tl.load(order + rows, mask=exists, other=0).to(tl.int64)
 
 
@@ -166,9 +183,9 @@ def _shrink_tiles(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    slot = tl.load(spans + tl.program_id(0) * SPAN)
+    slot, start, stop = _span(spans, tl.program_id(0), SPAN)
     if slot < slots:
-        rows, exists, token = _tile_of(order, spans, tl.program_id(0), SPAN, BLOCK_T)
+        rows, exists, token = _tokens_of(order, start, stop, BLOCK_T)
         ranks = tl.program_id(2) * BLOCK_R + tl.arange(0, BLOCK_R)
         begin = tl.program_id(1) * split
         own_x = x + token[:, None] * x_stride
@@ -186,8 +203,9 @@ def _shrink_tiles(
 
 @triton.jit
 def _grown(
-    total, inner, b, slot, rows, exists, columns, last, tokens, splits, first, second, third,
-    WIDTH: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr, BLOCK_R: tl.constexpr, PRECISION: tl.constexpr,
+    total, inner, b, slot, rows, exists, columns, last, tokens, first, second, third,
+    WIDTH: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr, SPLITS: tl.constexpr, BLOCK_R: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """total + b of the slot times the inner products, for outputs up to `last`; they are of one part, as a rule."""
     part_of = _part_of(tl.minimum(columns, last), first, second, third)
@@ -197,46 +215,47 @@ def _grown(
             own = inner + rows[:, None] * RANKS + part * RANK + ranks[None, :]
             mask = exists[:, None] & (ranks < RANK)[None, :]
             shares = tl.load(own, mask=mask, other=0.0)
-            for split in range(1, splits):
+            for split in tl.static_range(1, SPLITS):
                 shares += tl.load(own + split * tokens * RANKS, mask=mask, other=0.0)
-            inside = (ranks < RANK)[:, None] & ((columns <= last) & (part_of == part))[None, :]
             at = b + (slot.to(tl.int64) * RANK + ranks[:, None]) * WIDTH + columns[None, :]
-            weights = tl.load(at, mask=inside, other=0.0)
-            total = tl.dot(shares, weights.to(tl.float32), total, input_precision=PRECISION)
+            # The mask has bounds that the compiler knows, so that loads are wide; other parts are left out below.
+            weights = tl.load(at, mask=(ranks < RANK)[:, None] & (columns < WIDTH)[None, :], other=0.0)
+            grown = tl.dot(shares, weights.to(tl.float32), input_precision=PRECISION)
+            total += tl.where((part_of == part)[None, :], grown, 0.0)
     return total
 
 
-@triton.jit(do_not_specialize=["tokens", "slots", "splits"])
+@triton.jit(do_not_specialize=["tokens", "slots"])
 def _expand_tiles(
-    inner, b, order, spans, out, features, tokens, slots, splits, out_stride, first, second, third,
-    WIDTH: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr, SPAN: tl.constexpr, BLOCK_T: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, ACTIVATION: tl.constexpr,
-    PDL: tl.constexpr,
+    inner, b, order, spans, out, features, tokens, slots, out_stride, first, second, third,
+    WIDTH: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr, SPLITS: tl.constexpr, SPAN: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+    ACTIVATION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Some outputs of a tile's tokens; as `_expand_few`. With an ACTIVATION also of the tokens without a slot."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    tile = tl.program_id(1)
-    slot = tl.load(spans + tile * SPAN)
-    if slot < slots + (1 if ACTIVATION else 0):
-        rows, exists, token = _tile_of(order, spans, tile, SPAN, BLOCK_T)
-        N: tl.constexpr = WIDTH // 2 if ACTIVATION else WIDTH
+    GATED: tl.constexpr = ACTIVATION != ""
+    N: tl.constexpr = WIDTH // 2 if GATED else WIDTH
+    slot, start, stop = _span(spans, tl.program_id(1), SPAN)
+    if slot < slots + (1 if GATED else 0):
+        rows, exists, token = _tokens_of(order, start, stop, BLOCK_T)
         columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
         mask = exists[:, None] & (columns < N)[None, :]
         place = out + token[:, None] * out_stride + columns[None, :]
         total = tl.load(place, mask=mask, other=0.0).to(tl.float32)
         if slot < slots:
             total = _grown(
-                total, inner, b, slot, rows, exists, columns, N - 1, tokens, splits, first, second, third,
-                WIDTH, RANK, RANKS, BLOCK_R, PRECISION,
+                total, inner, b, slot, rows, exists, columns, N - 1, tokens, first, second, third,
+                WIDTH, RANK, RANKS, SPLITS, BLOCK_R, PRECISION,
             )  # fmt: skip
-        if ACTIVATION:
+        if GATED:
             up = tl.load(place + N, mask=mask, other=0.0).to(tl.float32)
             if slot < slots:
                 up = _grown(
-                    up, inner, b, slot, rows, exists, columns + N, WIDTH - 1, tokens, splits, first, second, third,
-                    WIDTH, RANK, RANKS, BLOCK_R, PRECISION,
+                    up, inner, b, slot, rows, exists, columns + N, WIDTH - 1, tokens, first, second, third,
+                    WIDTH, RANK, RANKS, SPLITS, BLOCK_R, PRECISION,
                 )  # fmt: skip
             total = gate_mul(total, up, ACTIVATION)
             place = features + token[:, None] * N + columns[None, :]
@@ -247,7 +266,33 @@ def _tile_size(tokens: int) -> int:
     return TILE if tokens <= LARGE_TOKENS else LARGE_TILE
 
 
-def _layout(low: LowRank) -> ExpertLayout:
+def _splits(tokens: int, depth: int) -> int:
+    """Programs that a tile's inputs are split over. One of few numbers: kernels are compiled for each."""
+    most = next(count for limit, count in SPLIT_COUNTS if tokens <= limit)
+    return min(most, max(1, triton.next_power_of_2(depth // LEAST_SPLIT + 1) // 2))
+
+
+def together(x: torch.Tensor, low: LowRank, product: Callable[[], torch.Tensor]) -> tuple[Inner, torch.Tensor]:
+    """(`shrink`, the product with x): at the same time, if both are being captured. The product of many rows leaves
+    some multiprocessors idle, and neither needs the other."""
+    if len(x) <= FEW_TOKENS or not OVERLAPS or INTERPRETED or not torch.cuda.is_current_stream_capturing():
+        return shrink(x, low), product()  # shrink first: it may begin while the norm runs
+    layout_of(low)
+    main, side = torch.cuda.current_stream(), _side_stream(x.device.index)
+    side.wait_stream(main)
+    with torch.cuda.stream(side):
+        inner = shrink(x, low, in_order=False)
+    out = product()
+    main.wait_stream(side)
+    return inner._replace(in_order=False), out
+
+
+@functools.cache
+def _side_stream(device: int) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+def layout_of(low: LowRank) -> ExpertLayout:
     """The pass's tokens sorted by slot, those without one last; made once a pass."""
     made, slots, count = low.tokens.made, low.tokens.slots, len(low.a)
     if count not in made:
@@ -261,8 +306,9 @@ def _layout(low: LowRank) -> ExpertLayout:
 
 
 def shrink(
-    x: torch.Tensor, low: LowRank, residual: torch.Tensor | None = None, norm: tuple[torch.Tensor, float] | None = None
-) -> Inner:
+    x: torch.Tensor, low: LowRank, residual: torch.Tensor | None = None,
+    norm: tuple[torch.Tensor, float] | None = None, in_order: bool = True,
+) -> Inner:  # fmt: skip
     """The inner products of x [tokens, in]; of up to FEW_TOKENS also of the norm of x, or of residual + x."""
     tokens, depth = x.shape
     ranks = low.a.shape[1]
@@ -276,16 +322,16 @@ def shrink(
             num_warps=max(1, block_k // 256), **pdl(),
         )  # fmt: skip
         return Inner(inner)
-    layout, size = _layout(low), _tile_size(tokens)
+    layout, size = layout_of(low), _tile_size(tokens)
     block_r = min(64, max(16, triton.next_power_of_2(ranks)))
-    block_k = min(256 if block_r == 16 else 128, max(16, triton.next_power_of_2(depth)))
-    wanted = max(1, 2 * num_sms() // triton.cdiv(tokens, size))
-    split = triton.cdiv(max(LEAST_SPLIT, triton.cdiv(depth, wanted)), block_k) * block_k
-    splits = triton.cdiv(depth, split)
+    block_k = min(128, max(16, triton.next_power_of_2(depth)))
+    splits = _splits(tokens, depth)
+    split = triton.cdiv(triton.cdiv(depth, splits), block_k) * block_k
     inner = torch.empty(splits, tokens, ranks, dtype=torch.float32, device=x.device)
     _shrink_tiles[(layout.tiles, splits, triton.cdiv(ranks, block_r))](
         x, low.a, layout.order, layout.spans, inner, tokens, len(low.a), x.stride(0), split, depth, ranks, SPAN, size,
-        block_r, block_k, num_warps=4, num_stages=3, **pdl(),
+        block_r, block_k, num_warps=4, num_stages=4 if size == TILE else 3,
+        **(pdl() if in_order else NO_PDL),
     )  # fmt: skip
     return Inner(inner, layout)
 
@@ -299,7 +345,8 @@ def expand(inner: Inner, low: LowRank, out: torch.Tensor, activation: str = "") 
     outputs = width // 2 if activation else width
     features = out.new_empty(tokens, outputs) if activation else None
     constants: dict[str, Any] = {
-        "WIDTH": width, "RANK": rank, "RANKS": ranks, "BLOCK_N": BLOCK_N, "ACTIVATION": activation, **pdl()
+        "WIDTH": width, "RANK": rank, "RANKS": ranks, "BLOCK_N": BLOCK_N, "ACTIVATION": activation,
+        **(pdl() if inner.in_order else NO_PDL),
     }  # fmt: skip
     block_r = max(16, triton.next_power_of_2(rank))
     if inner.layout is None:
@@ -311,8 +358,9 @@ def expand(inner: Inner, low: LowRank, out: torch.Tensor, activation: str = "") 
         layout = inner.layout
         precision = "ieee" if low.b.dtype == torch.float32 else "tf32"
         _expand_tiles[(triton.cdiv(outputs, BLOCK_N), layout.tiles)](
-            inner.sums, low.b, layout.order, layout.spans, out, features, tokens, len(low.b), splits, out.stride(0),
-            *bounds, SPAN=SPAN, BLOCK_T=_tile_size(tokens), BLOCK_R=min(64, block_r), PRECISION=precision, num_warps=4,
+            inner.sums, low.b, layout.order, layout.spans, out, features, tokens, len(low.b), out.stride(0),
+            *bounds, SPLITS=splits, SPAN=SPAN, BLOCK_T=_tile_size(tokens), BLOCK_R=min(64, block_r),
+            PRECISION=precision, num_warps=4 if tokens <= LARGE_TOKENS else 8, num_stages=1,
             **constants,
         )  # fmt: skip
     return out if features is None else features

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
@@ -378,8 +379,8 @@ class TritonOps(TorchOps):
         stream = None
         if norm is not None:
             x, stream = self.norm_stream(x, residual, *norm)
-        inner = low_rank.shrink(x, low)  # before the product: it may begin while the norm runs
-        return low_rank.expand(inner, low, self.linear(x, weight, bias), activation), stream
+        inner, out = low_rank.together(x, low, partial(self.linear, x, weight, bias))
+        return low_rank.expand(inner, low, out, activation), stream
 
     def _vector_config(
         self, x: torch.Tensor, residual: torch.Tensor | None, weight: Weight, normed: bool, activation: str
