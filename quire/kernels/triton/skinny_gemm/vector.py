@@ -167,8 +167,8 @@ def _adapted(tiles, shares, half: tl.constexpr, ROWS: tl.constexpr, HALVES: tl.c
     """What adapters add to a block of outputs, joined over rows."""
     parts = ()
     for row in tl.static_range(ROWS):
-        at: tl.constexpr = row * HALVES + half
-        parts = parts + (tl.sum(tiles[at].to(tl.float32) * shares[at], 1),)
+        grown = tiles[row * HALVES + half].to(tl.float32) * shares[row * HALVES + half]
+        parts = parts + (tl.sum(grown, 1),)
     return _join(parts, ROWS)
 
 
