@@ -197,19 +197,23 @@ class MatrixSlots:
             norms.append((own + b[part] @ a).norm(dim=1))
         return torch.cat(norms)
 
-    def write(self, slot: int, content: MatrixSlot, copy: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
-        """Fill a slot. `copy`: (into, from)."""
+    def write(
+        self, slot: int, content: MatrixSlot, copy: Callable[[torch.Tensor, torch.Tensor], None]
+    ) -> dict[str, torch.Tensor]:
+        """Fill a slot. `copy`: (into, from). Returns tables that are new: to be attributes once the copies have ended,
+        since steps read them for all slots."""
         copy(self.a[slot], content.a)
         copy(self.b[slot], content.b)
+        made = {}
         for name, neutral in (("bias", 0.0), ("factor", 1.0)):
             value, table = getattr(content, name), getattr(self, name)
             if value is None and table is None:
                 continue
             if table is None:
                 table = torch.full((self.space.slots + 1, self.bounds[-1]), neutral, device=self.space.device)
-                table = table.to(self.space.dtype) if name == "bias" else table
+                made[name] = table = table.to(self.space.dtype) if name == "bias" else table
             copy(table[slot], torch.full((self.bounds[-1],), neutral) if value is None else value)
-            setattr(self, name, table)
+        return made
 
     def clear(self, slot: int) -> None:
         """The slot changes nothing."""

@@ -44,6 +44,8 @@ LARGE_TOKENS = 512
 BLOCK_N = 128
 SPLIT_COUNTS = ((LARGE_TOKENS, 16), (4096, 4), (1 << 62, 1))
 """Up to so many tokens the inputs of a tile are split over so many programs, each of which has…"""
+LOADING_TOKENS = (64, 1024, 4097)
+"""Tokens that between them need every kernel for tiles."""
 LEAST_SPLIT = 512
 """…so many inputs at least."""
 OVERLAPS = True
