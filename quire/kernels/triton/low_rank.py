@@ -50,7 +50,6 @@ LEAST_SPLIT = 512
 """…so many inputs at least."""
 OVERLAPS = True
 """Whether captured steps shrink beside the base's product."""
-NO_PDL: dict[str, Any] = {"PDL": False}
 
 
 class Inner(NamedTuple):
@@ -60,8 +59,6 @@ class Inner(NamedTuple):
     """[splits, tokens, parts * rank] float32, to be added up."""
     layout: ExpertLayout | None = None
     """Which token each of them is of; None: in the order of tokens."""
-    in_order: bool = True
-    """Whether the kernel before is the one launched before: only then may programs start before it has ended."""
 
 
 # A few tokens
@@ -157,7 +154,7 @@ def _expand_few(
     tl.store(place, total.to(out.dtype.element_ty), mask=columns < N)
 
 
-# Tiles of one slot
+# Tiles of one slot. These kernels are launched after all before them have ended: `together` forks and joins streams.
 
 
 @triton.jit
@@ -179,12 +176,9 @@ def _tokens_of(order, start, stop, BLOCK_T: tl.constexpr):
 def _shrink_tiles(
     x, a, order, spans, inner, tokens, slots, x_stride, split,
     DEPTH: tl.constexpr, RANKS: tl.constexpr, SPAN: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Sums over `split` of the inputs, of a tile's tokens and some ranks."""
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
     slot, start, stop = _span(spans, tl.program_id(0), SPAN)
     if slot < slots:
         rows, exists, token = _tokens_of(order, start, stop, BLOCK_T)
@@ -232,12 +226,9 @@ def _expand_tiles(
     inner, b, order, spans, out, features, tokens, slots, out_stride, first, second, third,
     WIDTH: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr, SPLITS: tl.constexpr, SPAN: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
-    ACTIVATION: tl.constexpr, PDL: tl.constexpr,
+    ACTIVATION: tl.constexpr,
 ):  # fmt: skip
     """Some outputs of a tile's tokens; as `_expand_few`. With an ACTIVATION also of the tokens without a slot."""
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
     GATED: tl.constexpr = ACTIVATION != ""
     N: tl.constexpr = WIDTH // 2 if GATED else WIDTH
     slot, start, stop = _span(spans, tl.program_id(1), SPAN)
@@ -283,10 +274,10 @@ def together(x: torch.Tensor, low: LowRank, product: Callable[[], torch.Tensor])
     main, side = torch.cuda.current_stream(), _side_stream(x.device.index)
     side.wait_stream(main)
     with torch.cuda.stream(side):
-        inner = shrink(x, low, in_order=False)
+        inner = shrink(x, low)
     out = product()
     main.wait_stream(side)
-    return inner._replace(in_order=False), out
+    return inner, out
 
 
 @functools.cache
@@ -309,7 +300,7 @@ def layout_of(low: LowRank) -> ExpertLayout:
 
 def shrink(
     x: torch.Tensor, low: LowRank, residual: torch.Tensor | None = None,
-    norm: tuple[torch.Tensor, float] | None = None, in_order: bool = True,
+    norm: tuple[torch.Tensor, float] | None = None,
 ) -> Inner:  # fmt: skip
     """The inner products of x [tokens, in]; of up to FEW_TOKENS also of the norm of x, or of residual + x."""
     tokens, depth = x.shape
@@ -333,7 +324,6 @@ def shrink(
     _shrink_tiles[(layout.tiles, splits, triton.cdiv(ranks, block_r))](
         x, low.a, layout.order, layout.spans, inner, tokens, len(low.a), x.stride(0), split, depth, ranks, SPAN, size,
         block_r, block_k, num_warps=4, num_stages=4 if size == TILE else 3,
-        **(pdl() if in_order else NO_PDL),
     )  # fmt: skip
     return Inner(inner, layout)
 
@@ -347,14 +337,13 @@ def expand(inner: Inner, low: LowRank, out: torch.Tensor, activation: str = "") 
     outputs = width // 2 if activation else width
     features = out.new_empty(tokens, outputs) if activation else None
     constants: dict[str, Any] = {
-        "WIDTH": width, "RANK": rank, "RANKS": ranks, "BLOCK_N": BLOCK_N, "ACTIVATION": activation,
-        **(pdl() if inner.in_order else NO_PDL),
+        "WIDTH": width, "RANK": rank, "RANKS": ranks, "BLOCK_N": BLOCK_N, "ACTIVATION": activation
     }  # fmt: skip
     block_r = max(16, triton.next_power_of_2(rank))
     if inner.layout is None:
         _expand_few[(tokens, triton.cdiv(outputs, BLOCK_N))](
             inner.sums, low.b, low.tokens.slots, out, features, out.stride(0), *bounds, BLOCK_R=block_r, num_warps=4,
-            **constants,
+            **constants, **pdl(),
         )  # fmt: skip
     else:
         layout = inner.layout
