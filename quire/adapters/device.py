@@ -112,6 +112,11 @@ class DeviceAdapters:
                 self._mixtures.append(ExpertSlots(module, self.scope))
 
     @property
+    def layers(self) -> Sequence[MatrixSlots]:
+        """The slots of each layer."""
+        return self._layers
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all slots on the device."""
         return sum(layer.nbytes for layer in self._layers)
@@ -191,23 +196,28 @@ class DeviceAdapters:
         self._host.move_to_end(load.key)
         self._held.pop(load.slot, None)
         if self._stream is None:
-            self._write(load.slot, content, _copy)
+            made = self._write(load.slot, content, _copy)
         else:
             with torch.cuda.stream(self._stream):
                 self._stream.wait_event(event)
-                self._write(load.slot, content, _copy_in_pieces)
+                made = self._write(load.slot, content, _copy_in_pieces)
                 self._stream.synchronize()
+        for layer, tables in made:
+            for name, table in tables.items():
+                setattr(layer, name, table)
+        self.version += len(made) > 0
         self._held[load.slot] = load.key
 
-    def _write(self, slot: int, content: SlotContent, copy: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
-        is_new = False
+    def _write(
+        self, slot: int, content: SlotContent, copy: Callable[[torch.Tensor, torch.Tensor], None]
+    ) -> list[tuple[MatrixSlots, dict[str, torch.Tensor]]]:
+        """Fill a slot; returns the first biases and factors of layers."""
+        made = []
         for number, layer in enumerate(self._layers):
-            had = (layer.bias is None, layer.factor is None)
             if (own := content.matrices.get(number)) is None:
                 layer.clear(slot)
-            else:
-                layer.write(slot, own, copy)
-            is_new |= had != (layer.bias is None, layer.factor is None)
+            elif tables := layer.write(slot, own, copy):
+                made.append((layer, tables))
         device = self.space.device
         # Steps read these mappings meanwhile: each is replaced, not changed.
         for number, table in enumerate(self._tables):
@@ -218,7 +228,7 @@ class DeviceAdapters:
             own_experts = {slot: content.experts[number].to(device)} if number in content.experts else {}
             mixture.changes = kept | own_experts
         self.special = (self.special - {slot}) | ({slot} if content.is_special else set())
-        self.version += is_new
+        return made
 
     # Reading
 

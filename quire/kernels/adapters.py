@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Sequence
 from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,6 +20,8 @@ class SlotTokens:
         """`slots`: [tokens] int32, `NO_SLOT`: none. `present`: every slot that occurs among them, perhaps more."""
         self.slots = slots
         self.present = tuple(sorted(present))
+        self.made: dict[Any, Any] = {}
+        """What kernels have made of the slots, once for all layers of a pass."""
 
     @cached_property
     def index(self) -> torch.Tensor:
@@ -36,18 +39,25 @@ class SlotTokens:
         return SlotTokens(self.slots[tokens], self.present)
 
 
-def add_low_rank(
-    out: torch.Tensor,
-    x: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    tokens: SlotTokens,
-    bounds: tuple[int, ...],
-) -> None:
+class LowRank(NamedTuple):
+    """What adapters change in the products with a matrix."""
+
+    a: torch.Tensor
+    """[slots, parts * rank, in], in the adapters' dtype."""
+    b: torch.Tensor
+    """[slots, rank, outputs]."""
+    tokens: SlotTokens
+    bounds: tuple[int, ...]
+    """parts + 1 numbers: to outputs bounds[p] to bounds[p + 1] of a token in slot s
+    (a[s, p * rank : (p + 1) * rank] @ x) @ b[s] is added."""
+
+
+def add_low_rank(out: torch.Tensor, x: torch.Tensor, low: LowRank) -> None:
     """`Ops.add_low_rank` in plain torch, slot by slot.
 
     Operations: 2 * tokens * rank * (parts * in + outputs). Bytes: a and b of every slot that occurs, once.
     """
+    a, b, tokens, bounds = low
     rank = b.shape[1]
     for slot, index in tokens.groups:
         inner = x[index].to(a.dtype) @ a[slot].t()

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from quire.kernels.adapters import SlotTokens
+from quire.kernels.adapters import LowRank
 from quire.kernels.gates import PLAIN_EXPERTS, ExpertVariant
 from quire.kernels.kv import LayerKV
 from quire.kernels.routing import RouteRule
@@ -91,21 +91,22 @@ class Ops(Protocol):
         """linear(x), for the caller to add to the stream; None if it has been added in place."""
         ...
 
-    def add_low_rank(
-        self,
-        out: torch.Tensor,
-        x: torch.Tensor,
-        a: torch.Tensor,
-        b: torch.Tensor,
-        tokens: SlotTokens,
-        bounds: tuple[int, ...],
-    ) -> None:
-        """Add what adapters change in products of x to out [tokens, outputs], in place.
+    def add_low_rank(self, out: torch.Tensor, x: torch.Tensor, low: LowRank) -> None:
+        """Add what adapters change in products of x to out [tokens, outputs], in place."""
+        ...
 
-        a        [slots, parts * rank, in], b [slots, rank, outputs], in the adapters' dtype
-        bounds   parts + 1 numbers: to outputs bounds[p] to bounds[p + 1] of a token in slot s
-                 (a[s, p * rank : (p + 1) * rank] @ x) @ b[s] is added
-        """
+    def adapted_linear(
+        self,
+        x: torch.Tensor | None,
+        weight: Weight,
+        bias: torch.Tensor | None,
+        low: LowRank,
+        norm: tuple[torch.Tensor, float] | None = None,
+        residual: torch.Tensor | None = None,
+        activation: str = "",
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(`linear` with adapters, the stream). `norm`: (gain, eps) of the norm before it, as in `norm_linear`.
+        `activation`: of the gate after it, as in `gated_linear`."""
         ...
 
     def norm_linear(

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from quire.kernels import reference_states
-from quire.kernels.adapters import SlotTokens, add_low_rank
+from quire.kernels.adapters import LowRank, add_low_rank
 from quire.kernels.base import CompilableKernel
 from quire.kernels.gates import PLAIN_EXPERTS, ExpertVariant, gate_mul
 from quire.kernels.kv import LayerKV, QuantizedKV
@@ -84,16 +84,26 @@ class TorchOps:
         gate, up = gate_up.float().chunk(2, dim=-1)
         return (F.silu(gate) * up).to(gate_up.dtype)
 
-    def add_low_rank(
+    def add_low_rank(self, out: torch.Tensor, x: torch.Tensor, low: LowRank) -> None:
+        add_low_rank(out, x, low)
+
+    def adapted_linear(
         self,
-        out: torch.Tensor,
-        x: torch.Tensor,
-        a: torch.Tensor,
-        b: torch.Tensor,
-        tokens: SlotTokens,
-        bounds: tuple[int, ...],
-    ) -> None:
-        add_low_rank(out, x, a, b, tokens, bounds)
+        x: torch.Tensor | None,
+        weight: Weight,
+        bias: torch.Tensor | None,
+        low: LowRank,
+        norm: tuple[torch.Tensor, float] | None = None,
+        residual: torch.Tensor | None = None,
+        activation: str = "",
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        stream = None
+        if norm is not None:
+            x, stream = self.norm_stream(x, residual, *norm)
+        assert x is not None
+        out = self.linear(x, weight, bias)
+        self.add_low_rank(out, x, low)
+        return self.gate_mul(out, activation) if activation else out, stream
 
     def linear_add(
         self, stream: torch.Tensor, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None

@@ -18,7 +18,7 @@ import torch
 
 from quire.distributed.collectives import all_reduce, is_shared
 from quire.errors import AdapterError
-from quire.kernels.adapters import SlotTokens
+from quire.kernels.adapters import LowRank, SlotTokens
 from quire.kernels.weights.base import QuantizedWeight, Weight
 from quire.layers.linear import FusedLinear, ReplicatedLinear, RowParallelLinear
 from quire.layers.matrices import MatrixPart
@@ -129,8 +129,17 @@ class MatrixSlots:
                 out += bias if self.order is None else bias[self.order]
         if added is not None and with_bias:
             out += added[tokens.index]
-        self.ops.add_low_rank(out, x, self.a, self.b, tokens, self.bounds)
+        self.ops.add_low_rank(out, x, self.low_rank(tokens))
         return out
+
+    def low_rank(self, tokens: SlotTokens) -> LowRank:
+        """The slots' low-rank changes, for these tokens."""
+        return LowRank(self.a, self.b, tokens, self.bounds)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the slots have low-rank changes alone: no biases, no DoRA, and rows in their order."""
+        return self.bias is None and self.factor is None and self.order is None
 
     # Filling
 
@@ -188,19 +197,23 @@ class MatrixSlots:
             norms.append((own + b[part] @ a).norm(dim=1))
         return torch.cat(norms)
 
-    def write(self, slot: int, content: MatrixSlot, copy: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
-        """Fill a slot. `copy`: (into, from)."""
+    def write(
+        self, slot: int, content: MatrixSlot, copy: Callable[[torch.Tensor, torch.Tensor], None]
+    ) -> dict[str, torch.Tensor]:
+        """Fill a slot. `copy`: (into, from). Returns tables that are new: to be attributes once the copies have ended,
+        since steps read them for all slots."""
         copy(self.a[slot], content.a)
         copy(self.b[slot], content.b)
+        made = {}
         for name, neutral in (("bias", 0.0), ("factor", 1.0)):
             value, table = getattr(content, name), getattr(self, name)
             if value is None and table is None:
                 continue
             if table is None:
                 table = torch.full((self.space.slots + 1, self.bounds[-1]), neutral, device=self.space.device)
-                table = table.to(self.space.dtype) if name == "bias" else table
+                made[name] = table = table.to(self.space.dtype) if name == "bias" else table
             copy(table[slot], torch.full((self.bounds[-1],), neutral) if value is None else value)
-            setattr(self, name, table)
+        return made
 
     def clear(self, slot: int) -> None:
         """The slot changes nothing."""
@@ -220,16 +233,27 @@ class FusedSlots(MatrixSlots):
 
     def changed(self, x: torch.Tensor, tokens: SlotTokens) -> torch.Tensor:
         layer = self.layer
+        activation = layer.activation if layer.gated else ""
+        if self.is_plain:
+            return self.ops.adapted_linear(x, layer.weight, layer.bias, self.low_rank(tokens), activation=activation)[0]
         out = self.product(x, layer.weight, layer.bias, tokens)
-        return self.ops.gate_mul(out, layer.activation) if layer.gated else out
+        return self.ops.gate_mul(out, activation) if activation else out
 
     def norm_linear(
         self, norm: RMSNorm, x: torch.Tensor | None, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if self.scope.tokens is None:
             return self.plain_norm_linear(norm, x, residual)
-        normed, stream = norm(x, residual)
-        return self.changed(normed, self.scope.tokens), stream
+        if not self.is_plain:
+            normed, stream = norm(x, residual)
+            return self.changed(normed, self.scope.tokens), stream
+        layer, low = self.layer, self.low_rank(self.scope.tokens)
+        activation = layer.activation if layer.gated else ""
+        out, carried = self.ops.adapted_linear(
+            x, layer.weight, layer.bias, low, (norm.weight, norm.eps), residual, activation
+        )
+        assert carried is not None
+        return out, carried
 
 
 class RowSlots(MatrixSlots):
@@ -243,7 +267,11 @@ class RowSlots(MatrixSlots):
     def changed(self, x: torch.Tensor, tokens: SlotTokens) -> torch.Tensor:
         layer = self.layer
         is_first = layer.ranks.tp_rank == 0  # biases are added once
-        out = self.product(x, layer.weight, layer.bias if layer.adds_bias else None, tokens, is_first)
+        bias = layer.bias if layer.adds_bias else None
+        if self.is_plain:
+            out, _ = self.ops.adapted_linear(x, layer.weight, bias, self.low_rank(tokens))
+        else:
+            out = self.product(x, layer.weight, bias, tokens, is_first)
         return all_reduce(out, layer.ranks)
 
     def linear_add(self, stream: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:

@@ -292,6 +292,8 @@ class CapturedDecodePath(_CapturedPath):
         Kernels are loaded by a run over padding rows, which write only to the null block.
         """
         shapes = [DecodeShape(size, grouped=False) for size in reversed(self._sizes)]
+        if self._batch.adapters is not None:  # the first request with an adapter should not stop others for captures
+            shapes += [shape._replace(adapted=True) for shape in shapes]
         if reads_groups:  # between them these load every kernel
             largest = self._sizes[-1]
             sizes = {self._size_of[min(rows, largest)] for rows in (1, 256, largest)}
@@ -432,8 +434,10 @@ class CapturedMixedPath(_CapturedPath):
         """Capture a few shapes, and all of a prompt alone, so that the first request does not wait for it. Others are
         captured when first needed, with kernels that are loaded here."""
         some = [(WARM_DECODES, tokens, is_long) for tokens, is_long in itertools.product(WARM_TOKENS, (False, True))]
-        for decodes, tokens, is_long in [*some, *((0, tokens, False) for tokens in TOKENS)]:
-            shape = MixedShape(decodes, tokens, is_long, grouped=False)
+        shapes = [MixedShape(*one, grouped=False) for one in (*some, *((0, tokens, False) for tokens in TOKENS))]
+        if self._batch.adapters is not None:
+            shapes += [replace(shape, adapted=True) for shape in shapes]
+        for shape in shapes:
             if self._lay_out_padding(shape):
                 self._capture(shape)
 

@@ -16,12 +16,15 @@ import numpy as np
 import torch
 from torch import nn
 
+from quire.kernels.adapters import NO_SLOT, SlotTokens
 from quire.kernels.kv import LayerKV, QuantizedKV, format_of
+from quire.kernels.triton import low_rank
 from quire.kernels.triton.compiler import Compilers, Task
 from quire.kernels.triton.kv_widen import MIN_QUERIES
 from quire.kernels.triton.launch import let_threads_launch
 from quire.kernels.triton.ops import TritonOps
 from quire.kernels.triton.prefill_attention import LONG_CONTEXT
+from quire.layers.adapters import MatrixSlots
 from quire.layers.attention.base import AttentionInputs
 from quire.layers.attention.latent import LatentAttention
 from quire.layers.attention.layer import Attention
@@ -72,6 +75,7 @@ def warm_up(
         *experts.values(),
         *_sampling_kernels(model, batch),
         *_row_kernels(model, ops, batch),
+        *_adapter_kernels(ops, batch, max_tokens),
     ]
     gemms = layer_gemms(model) + ([] if drafts is None else layer_gemms(drafts))
     jobs = [job for gemm in gemms for job in ops.kernels_of(*gemm, max_tokens)]
@@ -82,9 +86,39 @@ def warm_up(
     kv = batch.kv.data
     identity = (
         f"{type(ops)} {sorted(map(str, {*layers, *weights, *experts, *jobs}))} {kv.shape[1:]} {batch.kv.geometry} "
-        f"{batch.block_tables.shape} {batch.vocab_size} {grouped} {batch.speculates}"
+        f"{batch.block_tables.shape} {batch.vocab_size} {grouped} {batch.speculates} "
+        f"{None if batch.adapters is None else batch.adapters.slots.space}"
     )
     return WarmUp([*tasks, *(job.compile for job in jobs)], identity, batch.kv.data.device)
+
+
+def _adapter_kernels(ops: TritonOps, batch: CudaBatch, max_tokens: int) -> Iterator[Task]:
+    """Products with adapters, over tokens that have none."""
+    if batch.adapters is None:
+        return
+    shapes = {(slots.a.shape, slots.b.shape, slots.bounds): slots for slots in batch.adapters.slots.layers}
+    for slots in shapes.values():
+        for tokens in (1, 2, 4, 8, *low_rank.LOADING_TOKENS):
+            if tokens <= max_tokens:
+                yield functools.partial(_adapt, ops, slots, tokens)
+
+
+@torch.inference_mode()
+def _adapt(ops: TritonOps, slots: MatrixSlots, tokens: int) -> None:
+    layer, space = slots.layer, slots.space
+    none = torch.full((tokens,), NO_SLOT, dtype=torch.int32, device=space.device)
+    x = torch.zeros(tokens, slots.a.shape[2], dtype=layer.weight.dtype, device=space.device)
+    norm, activation = None, ""
+    if isinstance(layer, FusedLinear):
+        activation = layer.activation if layer.gated else ""
+        norm = (torch.ones_like(x[0]), 1e-5) if layer.normed else None
+    residual = None if norm is None else torch.zeros_like(x)
+    low = slots.low_rank(SlotTokens(none, ()))
+    if tokens > low_rank.FEW_TOKENS:  # the product itself is one of the base's
+        out = x.new_zeros(tokens, slots.bounds[-1])
+        low_rank.expand(low_rank.shrink(x, low), low, out, activation)
+        return
+    ops.adapted_linear(x, layer.weight, getattr(layer, "bias", None), low, norm, residual, activation)
 
 
 def _shape(layer: Attention | LatentAttention) -> tuple[object, ...]:

@@ -61,14 +61,18 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def empty_cache_plan(lengths: list[int]) -> StepPlan:
-    """A step of prompts of these lengths whose blocks are all the null block."""
+ADAPTED_TOKENS = 1024
+"""Tokens of a step that loads the kernels of adapters for steps that are neither captured nor large."""
+
+
+def empty_cache_plan(lengths: list[int], adapter: int = -1) -> StepPlan:
+    """A step of prompts of these lengths whose blocks are all the null block. `adapter`: the slot that they have."""
     rows = np.arange(len(lengths), dtype=np.int32)
     none = np.empty(0, np.int32)
     added = [
         NewRow(
             row=row, request="", prompt_len=length, num_tokens=length, num_computed=0, limit=length + 1, seed=0,
-            sequence=0, params=SamplingParams(), stop_ids=[], bad_words=[],
+            sequence=0, params=SamplingParams(), stop_ids=[], bad_words=[], adapter=adapter,
         )
         for row, length in enumerate(lengths)
     ]  # fmt: skip
@@ -215,7 +219,10 @@ class Worker:
         return warm_up(model, ops, batch, self._max_tokens, self.reads_groups, self.proposer)  # type: ignore[arg-type]
 
     def _run_largest_step(self, runner: Runner) -> None:
-        runner.launch(self._largest_plan()).result()
+        runner.launch(self._largest_plan(self._max_tokens)).result()
+        if self.adapters is not None:  # the same with adapters, for its memory and to load its kernels
+            for tokens in sorted({min(tokens, self._max_tokens) for tokens in (ADAPTED_TOKENS, self._max_tokens)}):
+                runner.launch(self._largest_plan(tokens, adapter=0)).result()
         if runner.batch.proposer_error is not None:  # at start nothing is lost by saying so
             raise runner.batch.proposer_error
 
@@ -224,11 +231,11 @@ class Worker:
         assert self.encoder is not None
         self.encoder.encode([self.encoder.largest(self.limits.cache_rows)])
 
-    def _largest_plan(self) -> StepPlan:
-        """As many tokens as a step may have, in prompts as long as they may be, over an empty cache."""
-        lengths = [self._max_model_len] * (self._max_tokens // self._max_model_len)
-        lengths = [*lengths, self._max_tokens - sum(lengths)][: self._max_rows]
-        plan = empty_cache_plan([length for length in lengths if length])
+    def _largest_plan(self, tokens: int, adapter: int = -1) -> StepPlan:
+        """A step of so many tokens, in prompts as long as they may be, over an empty cache."""
+        lengths = [self._max_model_len] * (tokens // self._max_model_len)
+        lengths = [*lengths, tokens - sum(lengths)][: self._max_rows]
+        plan = empty_cache_plan([length for length in lengths if length], adapter)
         if self.proposer is not None and self._config.speculation is not None:
             plan.proposals = self._config.speculation.most_drafts
         return plan

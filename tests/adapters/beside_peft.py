@@ -35,8 +35,10 @@ class Base:
     def path(self) -> str:
         return str(self.folder / "base")
 
-    def adapter(self, name: str, rank: int = 4, seed: int | None = None, **settings: Any) -> LoRARequest:
-        """An adapter with random values, large enough to change what is generated."""
+    def adapter(
+        self, name: str, rank: int = 4, seed: int | None = None, size: float = 1 / 3, **settings: Any
+    ) -> LoRARequest:
+        """An adapter with random values of this size, large enough to change what is generated."""
         number = len(self.loras) + 1
         torch.manual_seed(number if seed is None else seed)
         with warnings.catch_warnings():
@@ -48,7 +50,7 @@ class Base:
                     if "magnitude" in key:
                         parameter.data = parameter.data * (1 + noise.abs() / 2)
                     else:
-                        parameter.data = parameter.data + noise / 3
+                        parameter.data = parameter.data + noise * size
             tuned.save_pretrained(str(self.folder / name))
         self._tuned[name] = tuned
         self.loras[name] = LoRARequest(name, number, str(self.folder / name))

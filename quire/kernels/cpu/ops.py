@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from quire.kernels.adapters import SlotTokens
+from quire.kernels.adapters import LowRank
 from quire.kernels.cpu.build import library
 from quire.kernels.cpu.tape import TapeArena
 from quire.kernels.gates import PLAIN_EXPERTS, ExpertVariant
@@ -77,19 +77,12 @@ class CpuOps(TorchOps):
         run(pack(*pointers, rows, width, depth, x_stride, weight_stride, threads))
         return out
 
-    def add_low_rank(
-        self,
-        out: torch.Tensor,
-        x: torch.Tensor,
-        a: torch.Tensor,
-        b: torch.Tensor,
-        tokens: SlotTokens,
-        bounds: tuple[int, ...],
-    ) -> None:
+    def add_low_rank(self, out: torch.Tensor, x: torch.Tensor, low: LowRank) -> None:
+        a, b, tokens, bounds = low
         kernel = self._low_rank.get(x.dtype)
         is_plain = a.dtype == b.dtype == out.dtype == x.dtype and x.stride(1) == 1 and out.stride(1) == 1
         if kernel is None or not is_plain or not a.is_contiguous() or not b.is_contiguous() or not len(x):
-            return super().add_low_rank(out, x, a, b, tokens, bounds)
+            return super().add_low_rank(out, x, low)
         run, pack = kernel
         if (ends := self._bounds.get(bounds)) is None:  # kept: a recorded pass has its address
             ends = self._bounds[bounds] = torch.tensor(bounds, dtype=torch.int64)

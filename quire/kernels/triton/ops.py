@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from quire.kernels.adapters import SlotTokens
+from quire.kernels.adapters import LowRank
 from quire.kernels.base import CompilableKernel
 from quire.kernels.gates import PLAIN_EXPERTS, ExpertVariant
 from quire.kernels.kv import LayerKV
@@ -30,7 +31,13 @@ from quire.kernels.triton.quantized.registry import products_of
 from quire.kernels.triton.recurrent import decode, delta_net, mamba, mamba2, norm
 from quire.kernels.triton.recurrent.short_conv import short_conv
 from quire.kernels.triton.skinny_gemm.candidates import GemmShape
-from quire.kernels.triton.skinny_gemm.gemm import GemmConfig, skinny_linear, skinny_norm_linear, skinny_silu_linear
+from quire.kernels.triton.skinny_gemm.gemm import (
+    GemmConfig,
+    skinny_adapted_linear,
+    skinny_linear,
+    skinny_norm_linear,
+    skinny_silu_linear,
+)
 from quire.kernels.triton.skinny_gemm.tuning import BUCKETS, choose, distinct_kernels
 from quire.kernels.weights.base import QuantizedWeight, Weight
 
@@ -373,20 +380,48 @@ class TritonOps(TorchOps):
         kernel = prepare_latent if _is_supported(latent) and cache.stride(2) == 1 else super().prepare_latent
         kernel(q, latent, positions, cos_sin, gain, eps, cache, slots, interleaved)
 
-    def add_low_rank(
-        self,
-        out: torch.Tensor,
-        x: torch.Tensor,
-        a: torch.Tensor,
-        b: torch.Tensor,
-        tokens: SlotTokens,
-        bounds: tuple[int, ...],
-    ) -> None:
-        is_plain = _is_supported(x) and _is_supported(out) and len(bounds) <= low_rank.MAX_PARTS + 1
-        if is_plain and len(x) and a.is_contiguous() and b.is_contiguous():
-            low_rank.add_low_rank(out, x, a, b, tokens.slots, bounds)
+    def add_low_rank(self, out: torch.Tensor, x: torch.Tensor, low: LowRank) -> None:
+        if _is_supported(x) and _is_supported(out) and low_rank.is_supported(low):
+            low_rank.expand(low_rank.shrink(x, low), low, out)
         else:
-            super().add_low_rank(out, x, a, b, tokens, bounds)
+            super().add_low_rank(out, x, low)
+
+    def adapted_linear(
+        self,
+        x: torch.Tensor | None,
+        weight: Weight,
+        bias: torch.Tensor | None,
+        low: LowRank,
+        norm: tuple[torch.Tensor, float] | None = None,
+        residual: torch.Tensor | None = None,
+        activation: str = "",
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if x is None:
+            x, residual = residual, None
+        assert x is not None
+        if not _is_supported(x) or not low_rank.is_supported(low):
+            return super().adapted_linear(x, weight, bias, low, norm, residual, activation)
+        dense = _for_rows(weight, x)
+        if (config := self._vector_config(x, residual, dense, norm is not None, activation)) is not None:
+            assert isinstance(dense, torch.Tensor)
+            inner = low_rank.shrink(x, low, residual, norm)
+            return skinny_adapted_linear(x, residual, norm, dense, bias, low, inner.sums, bool(activation), config)
+        stream = None
+        if norm is not None:
+            x, stream = self.norm_stream(x, residual, *norm)
+        inner, out = low_rank.together(x, low, partial(self.linear, x, weight, bias))
+        return low_rank.expand(inner, low, out, activation), stream
+
+    def _vector_config(
+        self, x: torch.Tensor, residual: torch.Tensor | None, weight: Weight, normed: bool, activation: str
+    ) -> GemmConfig | None:
+        """The kernel of a product that expands what adapters change in its epilogue, if that is the one to run."""
+        is_whole = residual is None or residual.is_contiguous()
+        if not isinstance(weight, torch.Tensor) or activation not in ("", "silu") or not is_whole:
+            return None
+        kind = ("norm_" if normed else "") + ("silu_" if activation else "") + "linear"
+        config = self._config(kind, x, weight)
+        return config if config is not None and config.kernel == "vector" and not config.programs else None
 
     def sigmoid_mul(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         if not (_is_supported(x) and _is_supported(gate) and x.is_contiguous()):

@@ -12,6 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
+from quire.kernels.adapters import LowRank
+
 
 @dataclass(frozen=True)
 class GemmConfig:
@@ -55,6 +57,10 @@ class Gemm:
     silu: bool = False
     stream: torch.Tensor | None = None
     """Output of residual + x."""
+    low: LowRank | None = None
+    """What adapters change (`vector`)…"""
+    inner: torch.Tensor | None = None
+    """…and the rows' inner products with it, which another kernel has computed."""
 
     @property
     def rows(self) -> int:

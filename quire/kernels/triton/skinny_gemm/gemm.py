@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from quire.kernels.adapters import LowRank
 from quire.kernels.triton.skinny_gemm.common import Gemm, GemmConfig, GemmLaunch
 from quire.kernels.triton.skinny_gemm.direct import direct_launch
 from quire.kernels.triton.skinny_gemm.dot import dot_launch
@@ -64,6 +65,27 @@ def skinny_norm_linear(
     return _run(gemm, config), stream
 
 
+def skinny_adapted_linear(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    norm: tuple[torch.Tensor, float] | None,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    low: LowRank,
+    inner: torch.Tensor,
+    silu: bool,
+    config: GemmConfig,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """One of the products above with what adapters change, by the `vector` kernel; and the stream, if there is a norm.
+    inner: the inner products of the rows, float32 [1, rows, parts * rank]."""
+    if norm is None:
+        return _run(Gemm(x, weight, bias, silu=silu, low=low, inner=inner), config), None
+    stream = x if residual is None else torch.empty_like(x)
+    written = None if residual is None else stream
+    gemm = Gemm(x, weight, bias, norm[0], residual, norm[1], silu, written, low, inner)
+    return _run(gemm, config), stream
+
+
 def compile_gemm(gemm: Gemm, config: GemmConfig) -> None:
     """Compile the kernel that `gemm` needs, without running it; its tensors may be on the `meta` device."""
     launch = _launch(gemm, config)
@@ -103,5 +125,6 @@ def _launch(gemm: Gemm, config: GemmConfig) -> GemmLaunch:
 
 
 __all__ = [
-    "Gemm", "GemmConfig", "compile_gemm", "compile_key", "skinny_linear", "skinny_norm_linear", "skinny_silu_linear",
+    "Gemm", "GemmConfig", "compile_gemm", "compile_key", "skinny_adapted_linear", "skinny_linear", "skinny_norm_linear",
+    "skinny_silu_linear",
 ]  # fmt: skip

@@ -125,8 +125,56 @@ def partials(
 
 
 @triton.jit
+def _adapter_tiles(
+    b, slots, first, rows, N,
+    RANK: tl.constexpr, BLOCK_R: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
+    HALVES: tl.constexpr,
+):  # fmt: skip
+    """For each row b of its slot, of outputs [first, first + BLOCK_N): tiles [BLOCK_N, BLOCK_R], zeros without a slot.
+    With HALVES of 2 those of the gate and of up."""
+    columns, ranks = first + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_R)
+    tiles = ()
+    for row in tl.static_range(ROWS):
+        slot = tl.load(slots + tl.minimum(row, rows - 1)).to(tl.int64)
+        mask = (columns < N)[:, None] & (ranks < RANK)[None, :] & (slot >= 0)
+        for half in tl.static_range(HALVES):
+            at = b + (slot * RANK + ranks[None, :]) * HALVES * N + (columns + half * N)[:, None]
+            tiles = tiles + (tl.load(at, mask=mask, other=0.0),)
+    return tiles
+
+
+@triton.jit
+def _adapter_shares(
+    inner, bounds, first, rows, N,
+    RANK: tl.constexpr, RANKS: tl.constexpr, BLOCK_R: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
+    HALVES: tl.constexpr,
+):  # fmt: skip
+    """The inner products that go with `_adapter_tiles`: those of the outputs' parts."""
+    columns, ranks = first + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_R)
+    shares = ()
+    for row in tl.static_range(ROWS):
+        own = inner + tl.minimum(row, rows - 1) * RANKS
+        for half in tl.static_range(HALVES):
+            at = columns + half * N
+            part = (at >= bounds[0]).to(tl.int32) + (at >= bounds[1]).to(tl.int32) + (at >= bounds[2]).to(tl.int32)
+            mask = (columns < N)[:, None] & (ranks < RANK)[None, :]
+            shares = shares + (tl.load(own + part[:, None] * RANK + ranks[None, :], mask=mask, other=0.0),)
+    return shares
+
+
+@triton.jit
+def _adapted(tiles, shares, half: tl.constexpr, ROWS: tl.constexpr, HALVES: tl.constexpr):
+    """What adapters add to a block of outputs, joined over rows."""
+    parts = ()
+    for row in tl.static_range(ROWS):
+        grown = tiles[row * HALVES + half].to(tl.float32) * shares[row * HALVES + half]
+        parts = parts + (tl.sum(grown, 1),)
+    return _join(parts, ROWS)
+
+
+@triton.jit
 def _write(
-    tiles, vectors, scale, bias, y, first, rows, N,
+    tiles, vectors, scale, bias, grown, shares, y, first, rows, N,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, CHUNKS: tl.constexpr, WIDE: tl.constexpr,
     SILU: tl.constexpr,
 ):  # fmt: skip
@@ -143,6 +191,9 @@ def _write(
         if bias is not None:
             out += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
             up += tl.load(bias + N + column, mask=inside, other=0.0).to(tl.float32)
+        if grown is not None:
+            out += _adapted(grown, shares, 0, ROWS, 2)
+            up += _adapted(grown, shares, 1, ROWS, 2)
         out = out / (1 + tl.exp(-out)) * up
     else:
         out = tl.sum(part, 1)
@@ -150,14 +201,17 @@ def _write(
             out *= scale
         if bias is not None:
             out += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
+        if grown is not None:
+            out += _adapted(grown, shares, 0, ROWS, 1)
     tl.store(y + row * N + column, out.to(y.dtype.element_ty), mask=inside & (row < rows))
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _vector(
-    x, residual, gain, weight, bias, stream, y, rows, N, eps,
+    x, residual, gain, weight, bias, stream, y, rows, N, eps, inner, b, slots, bounds,
     K: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WIDE: tl.constexpr,
     SILU: tl.constexpr, LOOP: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
+    RANK: tl.constexpr = 0, RANKS: tl.constexpr = 0, BLOCK_R: tl.constexpr = 0,
 ):  # fmt: skip
     CHUNKS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     program = tl.program_id(0)
@@ -165,6 +219,12 @@ def _vector(
     gains = None
     if gain is not None:
         gains = load_chunks(gain, K, BLOCK_K)
+    HALVES: tl.constexpr = 2 if SILU else 1
+    grown = None
+    shares = None
+    if inner is not None:
+        tl.static_assert(not LOOP)
+        grown = _adapter_tiles(b, slots, program * BLOCK_N, rows, N, RANK, BLOCK_R, ROWS, BLOCK_N, HALVES)
     if PDL:
         # EARLY: the next kernel's weight loads queue behind ours while both wait; it has fewer free registers then.
         if EARLY:
@@ -180,6 +240,8 @@ def _vector(
         vectors = vectors + (load_chunks(x + at, K, BLOCK_K),)
         if residual is not None:
             carried = carried + (load_chunks(residual + at, K, BLOCK_K),)
+    if inner is not None:
+        shares = _adapter_shares(inner, bounds, program * BLOCK_N, rows, N, RANK, RANKS, BLOCK_R, ROWS, BLOCK_N, HALVES)
     scale = None
     if gain is not None:
         weighted = ()
@@ -201,11 +263,15 @@ def _vector(
         step = tl.num_programs(0) * BLOCK_N
         for first in range(program * BLOCK_N, N, step):
             ahead = _tiles(weight, first + step, N, K, BLOCK_N, BLOCK_K, SILU)
-            _write(tiles, vectors, scale, bias, y, first, rows, N, ROWS, BLOCK_N, BLOCK_K, CHUNKS, WIDE, SILU)
+            _write(
+                tiles, vectors, scale, bias, None, None, y, first, rows, N, ROWS, BLOCK_N, BLOCK_K, CHUNKS, WIDE, SILU
+            )  # fmt: skip
             tiles = ahead
     else:
         first = program * BLOCK_N
-        _write(tiles, vectors, scale, bias, y, first, rows, N, ROWS, BLOCK_N, BLOCK_K, CHUNKS, WIDE, SILU)
+        _write(
+            tiles, vectors, scale, bias, grown, shares, y, first, rows, N, ROWS, BLOCK_N, BLOCK_K, CHUNKS, WIDE, SILU
+        )  # fmt: skip
 
 
 def vector_launch(gemm: Gemm, config: GemmConfig) -> GemmLaunch:
@@ -219,10 +285,22 @@ def vector_launch(gemm: Gemm, config: GemmConfig) -> GemmLaunch:
         programs = min(programs, config.programs * num_sms())
     arguments = (
         gemm.x, gemm.residual, gemm.gain, gemm.weight, gemm.bias, gemm.stream, out,
-        gemm.rows, outputs, gemm.eps,
+        gemm.rows, outputs, gemm.eps, *_adapter_arguments(gemm),
     )  # fmt: skip
     constants = _constants(config, gemm.rows, gemm.depth, gemm.x.element_size(), gemm.silu)
+    if gemm.low is not None:
+        rank = gemm.low.b.shape[1]
+        constants = constants | {
+            "RANK": rank, "RANKS": gemm.low.a.shape[1], "BLOCK_R": triton.next_power_of_2(rank)
+        }  # fmt: skip
     return GemmLaunch(_vector, programs, arguments, constants, out)
+
+
+def _adapter_arguments(gemm: Gemm) -> tuple[Any, ...]:
+    if gemm.low is None:
+        return None, None, None, None
+    width = gemm.low.bounds[-1]
+    return gemm.inner, gemm.low.b, gemm.low.tokens.slots, (*gemm.low.bounds[1:-1], width, width, width)[:3]
 
 
 @functools.cache
