@@ -146,36 +146,35 @@ class MatrixSlots:
     def prepare(self, changes: Sequence[Sequence[MatrixChange]]) -> MatrixSlot:
         """A slot's content, in host memory. `changes`: for each part those of the adapters, none if it has none."""
         rank, dtype = self.space.rank, self.space.dtype
-        a = torch.zeros(self.a.shape[1:], dtype=torch.float32)
-        b = torch.zeros(self.bounds[-1], rank, dtype=torch.float32)
+        a, b = torch.zeros(self.a.shape[1:], dtype=dtype), torch.zeros(rank, self.bounds[-1], dtype=dtype)
         every = [change for each in changes for change in each]
         has_bias = any(change.bias is not None or change.own_bias is not None for change in every)
-        bias = torch.zeros(len(b)) if has_bias else None
-        factor = torch.ones(len(b)) if any(change.magnitude is not None for change in every) else None
+        bias = torch.zeros(b.shape[1]) if has_bias else None
+        factor = torch.ones(b.shape[1]) if any(change.magnitude is not None for change in every) else None
         for index, (part, each) in enumerate(zip(self.parts, changes, strict=True)):
             rows, at = slice(self.bounds[index], self.bounds[index + 1]), 0
             for change in each:
                 own = slice(at, at + len(change.a))
                 at = own.stop
-                first = change.a[:, part.columns].float()
+                first = change.a[:, part.columns]
                 second = _arranged(part, change.b[part.rows].float())
                 weight = change.weight
                 if change.magnitude is not None:
                     length = _arranged(part, change.magnitude.float()[part.rows])
-                    share = length / self._row_norms(rows, first, second)
+                    share = length / self._row_norms(rows, first.float(), second)
                     assert factor is not None
                     factor[rows] += weight * (share - 1)
                     second = second * share[:, None]
                 a[index * rank + own.start : index * rank + own.stop] = first
-                b[rows, own] = weight * second
+                b[own, rows] = (second if weight == 1 else weight * second).t()
                 for given, base in ((change.bias, 0.0), (change.own_bias, self._bias(rows))):
                     if given is not None:
                         assert bias is not None
                         bias[rows] += weight * (_arranged(part, given.float()[part.rows]) - base)
         if self.order is not None:
             order = self.order.cpu()
-            b, bias, factor = (None if t is None else t[order] for t in (b, bias, factor))  # type: ignore[assignment]
-        return MatrixSlot(a.to(dtype), b.t().to(dtype).contiguous(), bias, factor)
+            b, bias, factor = (None if t is None else t[..., order] for t in (b, bias, factor))  # type: ignore[assignment]
+        return MatrixSlot(a, b, bias, factor)
 
     def _bias(self, rows: slice) -> torch.Tensor | float:
         """The matrix's own bias."""

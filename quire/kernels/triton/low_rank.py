@@ -282,7 +282,8 @@ def together(x: torch.Tensor, low: LowRank, product: Callable[[], torch.Tensor])
 
 @functools.cache
 def _side_stream(device: int) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
+    # torch gives out 32 streams of each priority in turns: nothing else has this one, such as a copy during a capture.
+    return torch.cuda.Stream(device, priority=-1)
 
 
 def layout_of(low: LowRank) -> ExpertLayout:
