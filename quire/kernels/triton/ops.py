@@ -343,7 +343,9 @@ class TritonOps(TorchOps):
         if way == TRITON and (INTERPRETED or (q.is_cuda and q.itemsize == 2)):
             return packed_attention(q, k, v, segments, scale)
         if way == CUDNN and q.is_cuda and q.itemsize == 2:
-            with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION], set_priority=True):
+            with sdpa_kernel(
+                [SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH], set_priority=True
+            ):
                 return super().attend_segments(q, k, v, segments, scale)
         return super().attend_segments(q, k, v, segments, scale)
 

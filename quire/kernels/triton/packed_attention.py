@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.kernels.segments import WINDOWS, Segments
+from quire.kernels.segments import Segments
 from quire.kernels.triton.launch import INTERPRETED
 
 LOG2_E = 1.4426950408889634
@@ -36,9 +36,9 @@ class PackedTile:
     stages: int
 
 
-WHOLE_TILE = PackedTile(128, 64, 8, 3)
-WINDOW_TILE = PackedTile(64, 64, 4, 1)
-"""A window of Qwen2.5-VL is 64 patches: one tile, one iteration."""
+TILE = PackedTile(128, 64, 8, 3)
+"""Also of windows, which have 64 patches in Qwen2.5-VL: a tile of 64 with 4 warps and one stage gave wrong values on an
+H200 (triton 3.6) for heads in two parts."""
 
 
 def parts_of(dim: int) -> tuple[int, int]:
@@ -133,7 +133,7 @@ def packed_attention(
     a head is computed in two parts where that is less."""
     _, heads, dim = q.shape
     if tile is None:
-        tile = PackedTile(32, 32, 4, 1) if INTERPRETED else WINDOW_TILE if segments.kind == WINDOWS else WHOLE_TILE
+        tile = PackedTile(32, 32, 4, 1) if INTERPRETED else TILE
     main, rest = parts_of(dim) if split else (max(16, triton.next_power_of_2(dim)), 0)
     tiles = segments.tiles(tile.block_m)
     out = q.new_empty(len(q), heads * dim)
