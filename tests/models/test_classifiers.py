@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, LlamaConfig
 
+from quire.distributed.groups import Ranks
 from quire.errors import UnsupportedModelError
 from quire.loading.model_config import ModelConfig
 from quire.models.registry import body_of, model_class
@@ -30,10 +31,11 @@ def classifier(name: str, **changes: Any) -> Any:
     return random_reference(config, kind=AutoModelForSequenceClassification)
 
 
-def answers(model: Any, size: int) -> torch.Tensor:
+def answers(stages: Any, size: int) -> torch.Tensor:
     """The numbers of the classes, the prompt computed `size` tokens a step."""
-    model.logits = model.classify  # of every token
-    run = PagedRun(model)
+    last = stages[-1] if isinstance(stages, list) else stages
+    last.logits = last.classify  # of every token
+    run = PagedRun(stages)
     return [run.step({"row": PROMPT[i : i + size]})["row"] for i in range(0, len(PROMPT), size)][-1][-1]
 
 
@@ -46,6 +48,15 @@ def test_the_numbers_are_those_of_transformers(name: str) -> None:
         wanted = reference(torch.tensor([PROMPT]), use_cache=False).logits[0]
     for size in (29, 7):
         assert_same(answers(ours, size), wanted)
+
+
+def test_the_head_is_on_the_last_stage() -> None:
+    reference = classifier("qwen3")
+    stages = [loaded_model(reference, Ranks(pp_rank=rank, pp_size=2)) for rank in range(2)]
+    assert stages[0].score is None and stages[1].score is not None
+    with torch.no_grad():
+        wanted = reference(torch.tensor([PROMPT]), use_cache=False).logits[0]
+    assert_same(answers(stages, 7), wanted)
 
 
 @pytest.mark.parametrize(("method", "count"), [("from_2_way_softmax", 2), ("no_post_processing", 3)])

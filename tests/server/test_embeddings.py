@@ -130,7 +130,7 @@ def test_a_prefix_is_cached_but_not_under_another_salt(live: Live) -> None:
         ({"input": [-1]}, 400, "outside the vocabulary", "input"),
         ({"input": ["a"] * 2049}, 400, "2049", "input"),
         ({"input": "a", "model": "other"}, 404, "not served", "model"),
-        ({"input": "a", "encoding_format": "bytes"}, 400, "", "encoding_format"),
+        ({"input": "a", "encoding_format": "hex"}, 400, "", "encoding_format"),
         ({"input": "a", "dimensions": 0}, 400, "at least 1", "dimensions"),
         ({"input": "a", "truncate_prompt_tokens": 0}, 400, "at least 1", "truncate_prompt_tokens"),
         ({"input": "a", "truncate_prompt_tokens": -2}, 400, "at least 1", "truncate_prompt_tokens"),
