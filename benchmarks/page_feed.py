@@ -56,13 +56,16 @@ class Viewers:
             thread.join()
 
 
+def own_seconds(pid: int) -> float:
+    """CPU time of a process so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def cpu_seconds(pid: int) -> float:
     """CPU time of a process and its children so far."""
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") + sum(
-        cpu_seconds(int(one)) for one in children
-    )
+    return own_seconds(pid) + sum(cpu_seconds(int(one)) for one in children)
 
 
 def generate(url: str, requests: int, tokens: int) -> float:
@@ -74,6 +77,15 @@ def generate(url: str, requests: int, tokens: int) -> float:
     return float(answer.json()["usage"]["completion_tokens"]) / (time.perf_counter() - begin)
 
 
+def idle_share(url: str, pid: int, viewers: int, hz: int, seconds: float) -> float:
+    """CPU seconds a second that viewers take of a server that does nothing else."""
+    with Viewers(url, viewers, hz):
+        time.sleep(1.0)
+        before, began = cpu_seconds(pid), time.perf_counter()
+        time.sleep(seconds)
+        return (cpu_seconds(pid) - before) / (time.perf_counter() - began)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="")
@@ -82,6 +94,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--requests", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--idle-seconds", type=float, default=15.0)
     args = parser.parse_args()
     command = [sys.executable, "-m", "quire.cli.main", "serve", *([args.model] if args.model else [])]
     server = subprocess.Popen(
@@ -92,16 +105,20 @@ def main() -> None:
         url = next(line.split()[-2].rstrip("/") for line in server.stderr if "page" in line and "http" in line)
         threading.Thread(target=server.stderr.read, daemon=True).start()
         generate(url, args.requests, args.tokens)  # warm
+        idle = [idle_share(url, server.pid, count, args.hz, args.idle_seconds) for count in (0, 1, args.viewers)]
         without, watched, read = [], [], 0
-        cpu, cost_ms, seconds = {False: 0.0, True: 0.0}, 0.0, 0.0
+        engine, front, seconds = ({False: 0.0, True: 0.0} for _ in range(3))
+        cost_ms = 0.0
         for number in range(args.rounds):
             for is_watched in (False, True) if number % 2 else (True, False):
                 with Viewers(url, args.viewers if is_watched else 0, args.hz) as viewers:
                     time.sleep(0.5)
-                    before, began = cpu_seconds(server.pid), time.perf_counter()
+                    own, before, began = own_seconds(server.pid), cpu_seconds(server.pid), time.perf_counter()
                     rate = generate(url, args.requests, args.tokens)
-                    cpu[is_watched] += cpu_seconds(server.pid) - before
-                    seconds += (time.perf_counter() - began) * is_watched
+                    own = own_seconds(server.pid) - own
+                    front[is_watched] += own
+                    engine[is_watched] += cpu_seconds(server.pid) - before - own
+                    seconds[is_watched] += time.perf_counter() - began
                 cost_ms += viewers.cost_ms
                 (watched if is_watched else without).append(rate)
                 read += viewers.bytes
@@ -109,10 +126,13 @@ def main() -> None:
         server.terminate()
         server.wait(60)
     pairs = [one / two - 1 for one, two in zip(watched, without, strict=True)]
+    shares = ", ".join(f"{100 * share:.2f} %" for share in idle)
+    print(f"an idle server takes of one core, with no viewer, one, and {args.viewers}: {shares}")
     print(f"without viewers: {statistics.median(without):.1f} tokens/s (median of {args.rounds})")
     print(f"{args.viewers} viewers at {args.hz} Hz: {statistics.median(watched):.1f} tokens/s, {read >> 10} KiB read")
-    print(f"views took {cost_ms / 10 / seconds:.2f} % of the engine's time")
-    print(f"CPU time of the server, its engine included: {cpu[True] / cpu[False] - 1:+.1%} with viewers")
+    print(f"views took {cost_ms / 10 / seconds[True]:.2f} % of the engine's time")
+    more = front[True] / seconds[True] - front[False] / seconds[False]
+    print(f"CPU time of the engine: {engine[True] / engine[False] - 1:+.1%}; of the front: {more:+.2%} of one core")
     print(f"difference: {statistics.median(pairs):+.1%} (median of pairs; from {min(pairs):+.1%} to {max(pairs):+.1%})")
 
 

@@ -47,8 +47,20 @@ def chat(browser: Browser, url: str, folder: Path, suffix: str) -> None:
     browser.screenshot(folder / f"chat{suffix}.png")
 
 
+def sessions(url: str) -> None:
+    """Two sessions that sleep in host memory."""
+    with httpx.Client(base_url=url, timeout=300) as client:
+        for name in ("atlas", "diary"):
+            client.delete(f"/v1/sessions/{name}")
+            client.post("/v1/sessions", json={"id": name}).raise_for_status()
+            body = {"input": f"The {name} begins: {STORY}", "max_tokens": 24, "ignore_eos": True}
+            client.post(f"/v1/sessions/{name}/generate", json=body).raise_for_status()
+            client.post(f"/v1/sessions/{name}/suspend?wait=true").raise_for_status()
+
+
 def engine(browser: Browser, url: str, folder: Path, suffix: str) -> None:
     """The engine with more requests than rows."""
+    sessions(url)
     browser.go(f"{url}/#engine")
     waiting = [*load(url, 10, 160, same=True)]
     time.sleep(1.0)
@@ -62,6 +74,7 @@ def engine(browser: Browser, url: str, folder: Path, suffix: str) -> None:
     if name:
         browser.go(f"{url}/#timeline/{name}")
         browser.wait(lambda: browser.exists("#events tbody tr"))
+        browser.resize(1280, 620)
         time.sleep(0.5)
         browser.screenshot(folder / f"timeline{suffix}.png")
 
@@ -86,7 +99,18 @@ def main() -> None:
     args = parser.parse_args()
     wanted = args.only.split(",") if args.only else ["chat", "engine", "learn", "dark", "phone"]
     args.out.mkdir(parents=True, exist_ok=True)
-    flags = ["--port", "0", "--admin-key", ADMIN, "--max-num-seqs", "12", "--num-gpu-blocks-override", "600"]
+    flags = [
+        "--port",
+        "0",
+        "--admin-key",
+        ADMIN,
+        "--max-num-seqs",
+        "12",
+        "--num-gpu-blocks-override",
+        "120",
+        "--swap-space",
+        "0.15",
+    ]
     with served(*([args.model] if args.model else []), *flags) as server, tempfile.TemporaryDirectory() as profile:
         url = server.wait_for(r"page\s+(http://\S+?)/\s", 300).group(1)
         with open_browser(Path(profile)) as browser:
@@ -97,14 +121,14 @@ def main() -> None:
             if "chat" in wanted:
                 chat(browser, url, args.out, "")
             if "engine" in wanted:
-                browser.resize(1280, 1180)
+                browser.resize(1280, 1400)
                 engine(browser, url, args.out, "")
                 browser.resize(1280, 860)
             if "learn" in wanted:
                 learn(browser, url, args.out, "")
             if "dark" in wanted:
                 browser.set_dark(True)
-                browser.resize(1280, 1180)
+                browser.resize(1280, 1400)
                 engine(browser, url, args.out, "-dark")
             if "phone" in wanted:
                 browser.resize(390, 844)

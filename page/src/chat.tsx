@@ -111,7 +111,7 @@ export function Chat({ models, isShown, onTimeline }: ChatProps): VNode {
   }
 
   function send(text: string, parent = open.leaf, pictures: string[] = []): void {
-    if ((!text.trim() && !pictures.length) || busy) return;
+    if ((!text.trim() && !pictures.length) || busy || !card) return;
     const message: Message = { id: newId("m-"), parent, role: "user", content: text };
     if (pictures.length) message.images = pictures;
     open.messages[message.id] = message;
@@ -216,7 +216,7 @@ export function Chat({ models, isShown, onTimeline }: ChatProps): VNode {
               </p>
               <div class="suggestions">
                 {SUGGESTIONS.map((one) => (
-                  <button type="button" key={one} onClick={() => send(one)}>
+                  <button type="button" key={one} disabled={!card} onClick={() => send(one)}>
                     {one}
                   </button>
                 ))}

@@ -17,6 +17,7 @@ from tests.server.conftest import Host, Live
 from tests.server.page.browser import Browser
 from tests.server.page.proxy import proxied
 from tests.server.scripted import Script, call
+from tests.server.served import served
 
 AXE = (Path(__file__).parent / "vendor" / "axe.min.js").read_text()
 ENDLESS = {"maxTokens": 100_000, "extra": '{"ignore_eos": true}'}
@@ -79,6 +80,21 @@ def faults(browser: Browser) -> list[str]:
     """
     found: list[str] = browser.run_async(script)
     return found
+
+
+def test_what_make_serve_prints_leads_to_a_first_answer(browser: Browser) -> None:
+    """`make serve` runs `quire serve` without flags: the default model, no key, no set-up."""
+    with served("--port", "0", "--max-num-seqs", "2") as server:
+        browser.go(server.wait_for(r"page\s+(http://\S+/)\s", 300).group(1))
+        browser.click_text("List three uses of a lighthouse.")
+        browser.wait(lambda: "tokens/s" in browser.text(".stats"), seconds=120)
+        browser.click("#stop")
+        browser.wait(lambda: not browser.exists("#stop"))
+        assert len(browser.text(".bubble.assistant .markdown")) > 3 and not browser.exists(".bubble .error")
+        browser.click("#tab-engine")
+        browser.wait_for_text(".legend", "cached")
+        assert not browser.exists("#keys")
+        browser.go("about:blank")
 
 
 def test_a_stranger_chats_regenerates_edits_and_reloads(live: Live, browser: Browser) -> None:
