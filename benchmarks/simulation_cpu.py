@@ -118,11 +118,11 @@ def one_round(
         )  # fmt: skip
     finally:
         llm.shutdown()
-    llm = make(STREAM_STRETCH)
+    llm = make(args.stretch)
     try:
         options = FleetOptions(
             max_num_seqs=info.max_num_seqs, max_num_batched_tokens=info.max_num_batched_tokens,
-            num_blocks=info.num_blocks,
+            num_blocks=info.num_blocks, max_step_stretch=args.stretch,
         )  # fmt: skip
         report = Report()
         for load in make_loads(costs, options, SMALL, args.seconds):
@@ -138,6 +138,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument(
+        "--stretch", type=float, default=STREAM_STRETCH, help="max_step_stretch; inf: prompts are not paced"
+    )
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=12.0, help="CPU seconds of each load")
     parser.add_argument("--calibration-seconds", type=float, default=40.0)
