@@ -52,6 +52,8 @@ SHARES = (0.55, 0.35, 0.1)
 """…and what part of it batches of decodes, prompts beside decodes, and prefix groups may take."""
 DEFAULT_TOKENS = 1_000_000
 """Prompt tokens that are computed in all, unless the user says otherwise."""
+FEW_STEPS = 12
+"""Kinds of steps; with fewer, the user is told."""
 CACHE_SHARE = 0.6
 """Of the KV cache that prompts may fill: where it is full, blocks are evicted, or saved in host memory, meanwhile."""
 
@@ -280,6 +282,10 @@ def calibrate(
     measured = Calibration(llm, tokens, seconds, say, clock)
     with _PowerMeter(llm) as meter:
         measured.run()
+    decodes = sum(not shape.prompt_tokens for shape in measured.shapes)
+    say(f"{decodes} kinds of decode steps and {len(measured.shapes) - decodes} of steps with prompts were measured")
+    if min(decodes, len(measured.shapes) - decodes) < FEW_STEPS:
+        say("that is few: the cost model guesses what is between them; give it more --seconds, or a quieter machine")
     tiers = core.scheduler.tiers
     speeds = () if tiers is None else (tiers.costs.out, tiers.costs.back, tiers.costs.disk)
     out, back, disk = (speed.value if speed.is_known else None for speed in speeds) if speeds else (None, None, None)
