@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 STEP_BYTES = 1 << 20
 """Files grow in such steps: most commits then do not change a file's length, and a full disk is noticed early."""
 
-SHORT_FILE_BYTES = 4 << 20
+SHORT_FILE_BYTES = 1 << 20
 SMALLEST_RESERVE_BYTES = 512
 
 
