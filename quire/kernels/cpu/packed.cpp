@@ -31,7 +31,7 @@ enum class Minimums { kNone, kBlock, kBytes, kNibbles };
 // value = d * scale * (code - zero) - m * minimum, or with kBlock: ... + m. The names are GGUF's.
 template <int low, int high, int block, int group, int zero, Scales scales, Minimums minimums>
 struct Kind {
-    static constexpr int kLow = low, kHigh = high, kBlock = block, kGroup = group, kZero = zero;
+    static constexpr int kLow = low, kHigh = high, kBits = low + high, kBlock = block, kGroup = group, kZero = zero;
     static constexpr Scales kScales = scales;
     static constexpr Minimums kMinimums = minimums;
     static constexpr bool has_scale = scales != Scales::kNone;
@@ -80,206 +80,278 @@ INLINE void put_sum(const Rounded<typename K::Sum>& into, int64_t row, int64_t g
     }
 }
 
+// What a sum of products begins with, besides what the weight's zero takes from it. If it is scaled in floats: kMagic,
+// which makes an integer the number kMagic + sum when its bits are read as a float.
+template <class K>
+constexpr int32_t kStart = QUIRE_FUSED && !K::has_scale ? kMagicBits : 0;
+
 template <class K, int beside, class T>
 void round_row(const T* x, int64_t row, int64_t k, const Rounded<typename K::Sum>& into) {
-    float wide[K::kBlock];
     for (int64_t b = 0; b < k; b += K::kBlock) {
-        vec most{};
-        bool is_number = true;
-        for (int64_t i = 0; i < K::kBlock; i += kLanes) {
-            const vec v = F::load(x + b + i);
-            F::store(wide + i, v);
-            most = F::max(most, F::max(v, -v));
-        }
-        float largest = 0;
-        for (int i = 0; i < kLanes; i++) largest = most[i] > largest ? most[i] : largest;
-        for (int64_t i = 0; i < K::kBlock; i++) is_number &= wide[i] - wide[i] == 0;
-        const bool is_zero = largest < kSmallest || !is_number;
+        float largest;
+        const bool is_number = measure(x + b, K::kBlock, largest), is_zero = largest < kSmallest || !is_number;
         const float inverse = is_zero ? 0 : 127 / largest;
         // A number that is none makes every result of the row none, as it does in a product of floats.
         into.scales[x_place<beside>(row, b / K::kBlock, k / K::kBlock)] =
             is_number ? (is_zero ? 0 : largest / 127) : std::numeric_limits<float>::quiet_NaN();
-        int32_t rounded[K::kBlock];
-        for (int64_t i = 0; i < K::kBlock; i++)
-            rounded[i] = is_zero ? 0 : int32_t(__builtin_nearbyintf(wide[i] * inverse));
-        int8_t codes[K::kBlock];
-        for (int64_t i = 0; i < K::kBlock; i++) codes[i] = int8_t(rounded[i]);
-        for (int64_t i = 0; i < K::kBlock; i += 4)
-            std::memcpy(into.codes + 4 * x_place<beside>(row, (b + i) / 4, k / 4), codes + i, 4);
         for (int64_t g = 0; g < K::kBlock / K::kGroup; g++) {
-            int32_t sum = 0;
-            for (int64_t i = 0; i < K::kGroup; i++) sum += rounded[g * K::kGroup + i];
-            if constexpr (K::kZero != 0) sum *= -K::kZero;  // what the weight's zero takes from a sum of products
+            ints total{};
+            for (int64_t i = b + g * K::kGroup; i < b + (g + 1) * K::kGroup; i += kStrip) {
+                int8_t codes[kStrip];
+                total += round_numbers(x + i, inverse, codes);
+                for (int64_t j = 0; j < kStrip; j += 4)
+                    std::memcpy(into.codes + 4 * x_place<beside>(row, (i + j) / 4, k / 4), codes + j, 4);
+            }
+            int32_t sum = sum_of(total);
+            if constexpr (K::kZero != 0) sum = kStart<K> - K::kZero * sum;  // what a sum of products begins with
             put_sum<K, beside>(into, row, b / K::kGroup + g, k / K::kGroup, sum);
         }
     }
 }
 
-// The rows of `wide` registers of the weight against up to kTile rows of x: each four of x that is loaded is multiplied
-// `wide` times.
-template <class K, class T, int beside, int wide>
-struct Tile {
-    static constexpr int64_t kGroups = kSpan / K::kGroup;  // in a span
-    static constexpr int64_t kBlockSpans = K::kBlock / kSpan;
+// What rows of the weight have beside their codes: of a block. `zero`: what `kMagic` becomes when it is scaled.
+struct Scaling {
+    vec d, m, zero;
+};
+
+template <class K>
+INLINE Scaling scaling_of(const Packed& weight, int64_t at) {
+    Scaling by;
+    by.d = load_halves(weight.d + at);
+    by.zero = by.d * kMagic;  // exact: d has 11 bits, kMagic 2
+    if constexpr (K::kMinimums != Minimums::kNone) by.m = load_halves(weight.m + at);
+    return by;
+}
+
+// out += a block's sums of products, which began at kStart, scaled.
+template <class K>
+INLINE void add_scaled(vec& out, ints sums, const Scaling& by, float x_sum, float x_scale) {
+#if QUIRE_FUSED
+    vec value = multiply_subtract((vec)sums, by.d, by.zero);
+#else
+    vec value = to_floats(sums) * by.d;
+#endif
+    if constexpr (K::kMinimums == Minimums::kBlock) value = multiply_add(by.m, splat(x_sum), value);
+    out = multiply_add(value, splat(x_scale), out);
+}
+
+// The same for a block of several groups, whose sums were scaled in integers; `minimums`: of pairs of groups.
+template <class K, int pairs, int beside>
+INLINE void add_totals(vec& out, ints totals, const Scaling& by, const ints (&minimums)[pairs], const int32_t* x_sums,
+                       float x_scale) {
+    vec value = to_floats(totals) * by.d;
+    if constexpr (K::has_minimum) {
+        ints sum{};
+        UNROLL
+        for (int i = 0; i < pairs; i++) dot_pair(sum, minimums[i], x_sums[i * beside]);
+        value = multiply_add(by.m, -to_floats(sum), value);
+    }
+    out = multiply_add(value, splat(x_scale), out);
+}
+
+// Registers of the weight's rows, counted over the strips.
+template <class K>
+struct Place {
     static constexpr int64_t kPairs = K::kBlock / K::kGroup / 2;
-    static constexpr int kBits = K::kLow + K::kHigh;
+
+    const Packed& weight;
+    int64_t k, strip, lane;
+
+    Place(const Packed& weight, int64_t k, int64_t part)
+        : weight(weight), k(k), strip(part / kParts), lane(part % kParts * kLanes) {}
+
+    INLINE int64_t beside(int64_t i, int64_t count) const { return (strip * count + i) * kStrip + lane; }
+    INLINE const uint8_t* codes(int64_t span) const {
+        return weight.codes + (strip * (k / kSpan) + span) * K::kLow * kVector + lane * 4;
+    }
+    INLINE const uint8_t* high(int64_t span) const {
+        return K::kHigh ? weight.high + (strip * (k / kSpan) + span) * K::kHigh * kVector + lane * 4 : nullptr;
+    }
+    INLINE Scaling scaling(int64_t block) const { return scaling_of<K>(weight, beside(block, k / K::kBlock)); }
+    INLINE ints scale(int64_t g) const {
+        const int64_t at = beside(g, k / K::kGroup);
+        if constexpr (K::kScales == Scales::kBytes) return load_small(weight.scale + at);
+        return load_small(reinterpret_cast<const uint8_t*>(weight.scale) + at) & 15;
+    }
+    // Minimums of two groups, in the halves of a lane: each is from 0 to 63.
+    INLINE ints minimums(int64_t g) const {
+        const int64_t low = beside(g, k / K::kGroup), high = low + kStrip;
+        if constexpr (K::kMinimums == Minimums::kBytes)
+            return load_small(weight.minimum + low) | load_small(weight.minimum + high) << 16;
+        const uint8_t* both = reinterpret_cast<const uint8_t*>(weight.scale);
+        return load_small(both + low) >> 4 | load_small(both + high) >> 4 << 16;
+    }
+    INLINE void minimums_of(int64_t block, ints (&into)[kPairs]) const {
+        if constexpr (K::has_minimum)
+            for (int64_t i = 0; i < kPairs; i++) into[i] = minimums((block * kPairs + i) * 2);
+    }
+};
+
+// Puts results of a register's rows of the weight into y.
+template <class T>
+INLINE void put_results(const Product<T>& p, int64_t part, int64_t m, vec out) {
+    const int64_t n0 = part * kLanes, left = std::min<int64_t>(kLanes, p.n - n0);
+    if (left <= 0) return;
+    vec bias{};
+    if (p.bias) bias = left == kLanes ? F::load(p.bias + n0) : F::load_part(p.bias + n0, left);
+    T* y = p.y + m * p.y_stride + n0;
+    if (left == kLanes) F::store(y, out + bias);
+    else F::store_part(y, out + bias, left);
+}
+
+// One register's rows of the weight against one row of x. It waits for memory.
+template <class K, class T>
+struct Line {
+    const Product<T>& p;
+    const Rounded<typename K::Sum>& x;
+    const Place<K> at;
+    vec out{};
+    ints totals{};
+
+    INLINE void add_group(int64_t g, const bytes* fours, const Scaling& by) {
+        constexpr int ways = 4;  // sums at once: each waits for its last product
+        const int8_t* codes = x.codes + g * K::kGroup;
+        ints sums[ways] = {};
+        sums[0] += K::kZero ? int32_t(x.sums[g]) : kStart<K>;
+        UNROLL
+        for (int i = 0; i < K::kGroup / 4; i++) dot<K::kBits>(sums[i % ways], fours[i], codes + i * 4);
+        const ints dots = sums[0] + sums[1] + (sums[2] + sums[3]);
+        if constexpr (K::has_scale) totals += dots * at.scale(g);
+        else add_scaled<K>(out, dots, by, x.sums[g], x.scales[g]);
+    }
+
+    void run(int64_t part) {
+        constexpr int64_t spans = K::kBlock / kSpan, groups = kSpan / K::kGroup;
+        for (int64_t block = 0; block < p.k / K::kBlock; block++) {
+            const Scaling by = at.scaling(block);
+            totals = ints{};
+            for (int64_t span = block * spans; span < (block + 1) * spans; span++) {
+                const uint8_t* codes = at.codes(span);
+                if (!at.lane) prefetch_codes<K::kLow * kVector>(codes);  // other lanes read the same lines
+                bytes fours[kFours];
+                unpack_span<K>(codes, at.high(span), fours);
+                UNROLL
+                for (int i = 0; i < groups; i++) add_group(span * groups + i, fours + i * (K::kGroup / 4), by);
+            }
+            if constexpr (K::has_scale) {
+                constexpr int pairs = Place<K>::kPairs;
+                ints minimums[pairs];
+                at.minimums_of(block, minimums);
+                add_totals<K, pairs, 1>(out, totals, by, minimums, x.sums + block * pairs, x.scales[block]);
+            }
+        }
+        put_results(p, part, 0, out);
+    }
+};
+
+// `wide` registers of the weight's rows against up to kPanel rows of x. Codes of kChunk inputs are unpacked once for all
+// of them, into L1; then kAtOnce rows at a time are multiplied: each four of x that is loaded meets `wide` registers of
+// codes, and each of codes kAtOnce rows.
+template <class K, class T, int wide>
+struct Panel {
+    static constexpr int64_t kGroups = K::kBlock / K::kGroup, kPairs = Place<K>::kPairs;
+    static constexpr bool unpacks = K::kBits < 8;  // codes of 8 bits are used where they are
 
     const Product<T>& p;
     const Rounded<typename K::Sum>& x;
-    int64_t first;     // of the registers: each has kLanes rows of a strip
+    int64_t first;     // of the registers
     int64_t m0, rows;  // of x
-    vec out[kTile][wide];
-    ints totals[kTile][wide];  // of a block
+    vec out[kPanel][wide];
+    bytes unpacked[unpacks ? wide : 1][unpacks ? kChunk / 4 : 1];
+    Scaling scaling[kChunk / K::kBlock][wide];
 
-    // What rows of the weight have beside their codes: of a group, and of the block.
-    struct Scaling {
-        ints scale;
-        vec d, m;
-    };
+    INLINE Place<K> place(int j) const { return {p.weight, p.k, first + j}; }
 
-    INLINE int64_t strip_of(int j) const { return (first + j) / kParts; }
-    INLINE int64_t lane_of(int j) const { return (first + j) % kParts * kLanes; }
-    INLINE int64_t place_of(int j, int64_t i, int64_t count) const {  // of number i of `count` beside the codes
-        return (strip_of(j) * count + i) * kStrip + lane_of(j);
-    }
-
-    // Sums of the products of group g: `count` rows of x from m on, and the weight's fours from `own` on.
-    template <int count>
-    INLINE void multiply(int64_t m, int64_t g, const bytes (&fours)[wide][kFours], int own, ints (&dots)[count][wide]) {
-        constexpr int ways = count * wide == 1 ? 4 : 1;  // sums at once: each waits for its last product
-        const int8_t* codes = x.codes + 4 * x_place<beside>(m0 + m, g * (K::kGroup / 4), p.k / 4);
-        ints sums[count][wide][ways] = {};
-        if constexpr (K::kZero != 0) {
-            const int32_t* zeros = x.sums + x_place<beside>(m0 + m, g, p.k / K::kGroup);
-            UNROLL
-            for (int r = 0; r < count; r++)
-                UNROLL
-                for (int j = 0; j < wide; j++) sums[r][j][0] = ints{} + zeros[r];
-        }
-        UNROLL
-        for (int i = 0; i < K::kGroup / 4; i++)
-            UNROLL
-            for (int r = 0; r < count; r++)
-                UNROLL
-                for (int j = 0; j < wide; j++)
-                    dot<kBits>(sums[r][j][i % ways], fours[j][own + i], codes + (i * beside + r) * 4);
-        UNROLL
-        for (int r = 0; r < count; r++)
-            UNROLL
-            for (int j = 0; j < wide; j++) {
-                dots[r][j] = sums[r][j][0];
-                if constexpr (ways == 4) dots[r][j] += sums[r][j][1] + (sums[r][j][2] + sums[r][j][3]);
-            }
-    }
-
-    template <int count>
-    INLINE void add_group(int64_t m, int64_t g, const bytes (&fours)[wide][kFours], int own, const Scaling (&by)[wide]) {
-        ints dots[count][wide];
-        multiply<count>(m, g, fours, own, dots);
-        if constexpr (wide > 1) asm volatile("" : "+m"(dots));  // in L1: the next group's sums need the registers
-        const float* x_scales = x.scales + x_place<beside>(m0 + m, g, p.k / K::kBlock);
-        const auto* x_sums = x.sums + x_place<beside>(m0 + m, g, p.k / K::kGroup);
-        UNROLL
-        for (int r = 0; r < count; r++)
-            UNROLL
-            for (int j = 0; j < wide; j++) {
-                if constexpr (K::has_scale) totals[m + r][j] += dots[r][j] * by[j].scale;
-                else {
-                    vec value = to_floats(dots[r][j]) * by[j].d;
-                    if constexpr (K::kMinimums == Minimums::kBlock) value += by[j].m * x_sums[r];
-                    out[m + r][j] += value * x_scales[r];
-                }
-            }
-    }
-
-    INLINE void add_span(int64_t span, Scaling (&by)[wide]) {
-        bytes fours[wide][kFours];
+    INLINE void unpack_chunk(int64_t i0, int64_t inputs) {
         UNROLL
         for (int j = 0; j < wide; j++) {
-            const int64_t at = strip_of(j) * (p.k / kSpan) + span;
-            const uint8_t* codes = p.weight.codes + at * K::kLow * kVector;
-            if (!m0 && !lane_of(j)) prefetch_codes<K::kLow * kVector>(codes);  // the strip's other lanes read the same lines
-            unpack_span<K>(codes + lane_of(j) * 4,
-                           K::kHigh ? p.weight.high + at * K::kHigh * kVector + lane_of(j) * 4 : nullptr, fours[j]);
-        }
-        if constexpr (wide > 1) asm volatile("" : "+m"(fours));  // in L1, too
-        UNROLL
-        for (int i = 0; i < kGroups; i++) {
-            const int64_t g = span * kGroups + i;
-            UNROLL
-            for (int j = 0; j < wide; j++) {
-                const int64_t at = place_of(j, g, p.k / K::kGroup);
-                if constexpr (K::kScales == Scales::kBytes) by[j].scale = load_small(p.weight.scale + at);
-                if constexpr (K::kScales == Scales::kNibbles)
-                    by[j].scale = load_small(reinterpret_cast<const uint8_t*>(p.weight.scale) + at) & 15;
-            }
-            constexpr int each = K::kGroup / 4;
-            if constexpr (beside == 1) add_group<1>(0, g, fours, i * each, by);
-            else by_count(rows, [&](auto count, int64_t m) FORCED { add_group<count()>(m, g, fours, i * each, by); });
-        }
-    }
-
-    // Minimums of two groups, in the halves of a lane: each is from 0 to 63.
-    INLINE ints minimums_of(int j, int64_t g) const {
-        const int64_t low = place_of(j, g, p.k / K::kGroup), high = low + kStrip;
-        if constexpr (K::kMinimums == Minimums::kBytes)
-            return load_small(p.weight.minimum + low) | load_small(p.weight.minimum + high) << 16;
-        const uint8_t* both = reinterpret_cast<const uint8_t*>(p.weight.scale);
-        return load_small(both + low) >> 4 | load_small(both + high) >> 4 << 16;
-    }
-
-    INLINE void add_totals(int64_t block, const Scaling (&by)[wide]) {
-        ints minimums[wide][kPairs];
-        if constexpr (K::has_minimum)
-            for (int j = 0; j < wide; j++)
-                for (int i = 0; i < kPairs; i++) minimums[j][i] = minimums_of(j, (block * kPairs + i) * 2);
-        for (int64_t m = 0; m < rows; m++) {
-            const float x_scale = x.scales[x_place<beside>(m0 + m, block, p.k / K::kBlock)];
-            UNROLL
-            for (int j = 0; j < wide; j++) {
-                vec value = to_floats(totals[m][j]) * by[j].d;
-                if constexpr (K::has_minimum) {
-                    const int32_t* pairs = x.sums + x_place<beside>(m0 + m, block * kPairs, p.k / K::kGroup / 2);
-                    ints sum{};
+            const Place<K> at = place(j);
+            for (int64_t block = 0; block < inputs / K::kBlock; block++)
+                scaling[block][j] = at.scaling(i0 / K::kBlock + block);
+            for (int64_t span = 0; span < inputs / kSpan; span++) {
+                const uint8_t* codes = at.codes(i0 / kSpan + span);
+                if (!m0 && !at.lane) prefetch_codes<K::kLow * kVector>(codes);
+                if constexpr (unpacks) {
+                    bytes fours[kFours];
+                    unpack_span<K>(codes, at.high(i0 / kSpan + span), fours);
                     UNROLL
-                    for (int i = 0; i < kPairs; i++) dot_pair(sum, minimums[j][i], pairs[i * beside]);
-                    value -= by[j].m * to_floats(sum);
+                    for (int i = 0; i < kFours; i++) unpacked[j][span * kFours + i] = fours[i];
                 }
-                out[m][j] += value * x_scale;
             }
         }
     }
 
-    INLINE void add_block(int64_t block) {
-        Scaling by[wide];
+    // Sums of the products of the group that begins at input i0 + i.
+    template <int count>
+    INLINE void multiply(int64_t m, int64_t i0, int64_t i, ints (&sums)[count][wide]) const {
+        const int64_t g = (i0 + i) / K::kGroup;
+        const int8_t* codes = x.codes + 4 * x_place(m0 + m, (i0 + i) / 4, p.k / 4);
+        const auto* starts = x.sums + x_place(m0 + m, K::has_minimum ? 0 : g, p.k / K::kGroup);
         UNROLL
-        for (int j = 0; j < wide; j++) {
-            const int64_t at = place_of(j, block, p.k / K::kBlock);
-            by[j].d = load_halves(p.weight.d + at);
-            if constexpr (K::kMinimums != Minimums::kNone) by[j].m = load_halves(p.weight.m + at);
+        for (int r = 0; r < count; r++)
+            UNROLL
+            for (int j = 0; j < wide; j++) sums[r][j] = ints{} + (K::kZero ? int32_t(starts[r]) : kStart<K>);
+        const bytes* own[wide];
+        UNROLL
+        for (int j = 0; j < wide; j++)
+            own[j] = unpacks ? unpacked[j] + i / 4 : reinterpret_cast<const bytes*>(place(j).codes(0) + (i0 + i) * kStrip);
+        constexpr int64_t stride = unpacks ? 1 : kParts;  // of registers from one four to the next
+        dot_fours<K::kBits, K::kGroup / 4, count, wide>(sums, [&](int j, int n) FORCED {
+            return own[j][n * stride];
+        }, codes);
+    }
+
+    template <int count>
+    INLINE void add_rows(int64_t m, int64_t i0, int64_t inputs) {
+        for (int64_t block = 0; block < inputs / K::kBlock; block++) {
+            const int64_t b = i0 / K::kBlock + block;
+            const float* x_scales = x.scales + x_place(m0 + m, b, p.k / K::kBlock);
+            if constexpr (!K::has_scale) {
+                ints sums[count][wide];
+                multiply<count>(m, i0, block * K::kBlock, sums);
+                const auto* x_sums = x.sums + x_place(m0 + m, b, p.k / K::kGroup);
+                UNROLL
+                for (int r = 0; r < count; r++)
+                    UNROLL
+                    for (int j = 0; j < wide; j++)
+                        add_scaled<K>(out[m + r][j], sums[r][j], scaling[block][j], x_sums[r], x_scales[r]);
+            } else {
+                ints totals[count][wide] = {};
+                for (int64_t g = 0; g < kGroups; g++) {
+                    ints sums[count][wide], scale[wide];
+                    multiply<count>(m, i0, block * K::kBlock + g * K::kGroup, sums);
+                    UNROLL
+                    for (int j = 0; j < wide; j++) scale[j] = place(j).scale(b * kGroups + g);
+                    UNROLL
+                    for (int r = 0; r < count; r++)
+                        UNROLL
+                        for (int j = 0; j < wide; j++) totals[r][j] += sums[r][j] * scale[j];
+                    asm volatile("" : "+m"(totals));  // in L1: sums need the registers
+                }
+                const int32_t* x_sums = x.sums + x_place(m0 + m, b * kPairs, p.k / K::kGroup / 2);
+                UNROLL
+                for (int j = 0; j < wide; j++) {
+                    ints minimums[kPairs];
+                    place(j).minimums_of(b, minimums);
+                    UNROLL
+                    for (int r = 0; r < count; r++)
+                        add_totals<K, kPairs, kAtOnce>(out[m + r][j], totals[r][j], scaling[block][j], minimums,
+                                                       x_sums + r, x_scales[r]);
+                }
+            }
         }
-        if constexpr (K::has_scale)
-            for (int64_t m = 0; m < rows; m++)
-                for (int j = 0; j < wide; j++) totals[m][j] = ints{};
-        for (int64_t i = 0; i < kBlockSpans; i++) add_span(block * kBlockSpans + i, by);
-        if constexpr (K::has_scale) add_totals(block, by);
     }
 
     void run() {
         for (int64_t m = 0; m < rows; m++)
             for (int j = 0; j < wide; j++) out[m][j] = vec{};
-        for (int64_t block = 0; block < p.k / K::kBlock; block++) add_block(block);
-        for (int j = 0; j < wide; j++) {
-            const int64_t n0 = (first + j) * kLanes, left = std::min<int64_t>(kLanes, p.n - n0);
-            if (left <= 0) return;
-            vec bias{};
-            if (p.bias) bias = left == kLanes ? F::load(p.bias + n0) : F::load_part(p.bias + n0, left);
-            for (int64_t m = 0; m < rows; m++) {
-                T* y = p.y + (m0 + m) * p.y_stride + n0;
-                if (left == kLanes) F::store(y, out[m][j] + bias);
-                else F::store_part(y, out[m][j] + bias, left);
-            }
+        for (int64_t i0 = 0; i0 < p.k; i0 += kChunk) {
+            const int64_t inputs = std::min(kChunk, p.k - i0);
+            unpack_chunk(i0, inputs);
+            by_count(rows, [&](auto count, int64_t m) FORCED { add_rows<count()>(m, i0, inputs); });
         }
+        for (int64_t m = 0; m < rows; m++)
+            for (int j = 0; j < wide; j++) put_results(p, first + j, m0 + m, out[m][j]);
     }
 };
 
@@ -295,17 +367,21 @@ void product_of(const Product<T>& p) {
     share_items(p.rows, each, p.threads, p.rows * p.k > kWorthRounding, [&](int64_t row) {
         round_row<K, beside>(p.x + row * p.x_stride, row, p.k, x);
     });
-    constexpr int wide = beside == 1 || kRegisters < 32 ? 1 : 2;
-    const int64_t strips = (p.n + kStrip - 1) / kStrip, strip_bytes = kStrip * p.k * (K::kLow + K::kHigh) / 8;
+    const int64_t strips = (p.n + kStrip - 1) / kStrip, strip_bytes = kStrip * p.k * K::kBits / 8;
     const int64_t at_once = strips_at_once(strips, strip_bytes, p.rows, p.threads);
     share((strips + at_once - 1) / at_once, p.threads, p.rows * p.n * p.k > kWorthSharing, [&](int64_t piece) {
-        const int64_t last = std::min(strips, (piece + 1) * at_once) * kParts;
-        for (int64_t m = 0; m < p.rows; m += kTile) {  // rows of x and the piece stay in L2
-            const int64_t rows = std::min(kTile, p.rows - m);
-            int64_t part = piece * at_once * kParts;
-            for (; part + wide <= last; part += wide) Tile<K, T, beside, wide>{p, x, part, m, rows}.run();
-            if constexpr (wide > 1)
-                if (part < last) Tile<K, T, beside, 1>{p, x, part, m, rows}.run();
+        const int64_t begin = piece * at_once * kParts, end = std::min(strips, (piece + 1) * at_once) * kParts;
+        if constexpr (beside == 1) {
+            for (int64_t part = begin; part < end; part++) Line<K, T>{p, x, {p.weight, p.k, part}}.run(part);
+        } else {
+            constexpr int wide = K::kBits <= kWideBits ? 2 : 1;
+            for (int64_t m = 0; m < p.rows; m += kPanel) {  // rows of x and the piece stay in L2
+                const int64_t rows = std::min(kPanel, p.rows - m);
+                int64_t part = begin;
+                for (; part + wide <= end; part += wide) Panel<K, T, wide>{p, x, part, m, rows}.run();
+                if constexpr (wide > 1)
+                    if (part < end) Panel<K, T, 1>{p, x, part, m, rows}.run();
+            }
         }
     });
 }

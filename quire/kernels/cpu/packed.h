@@ -22,7 +22,7 @@
 #endif
 #if QUIRE_DOT == 4
 #include <arm_neon.h>
-#elif QUIRE_DOT
+#elif defined(__x86_64__)
 #include <immintrin.h>
 #endif
 
@@ -49,6 +49,8 @@ constexpr int64_t kFours = kSpan / 4;
 constexpr int64_t kVector = kStrip * 4;              // bytes
 constexpr int64_t kParts = kStrip / kLanes;          // registers that a strip's vector takes
 constexpr int64_t kTile = 32;                        // rows of x: their sums stay in L1
+constexpr int64_t kPanel = 64;                       // the same for panels
+constexpr int64_t kChunk = 256;                      // inputs that are unpacked for all rows of a panel
 constexpr int kAtOnce = kRegisters == 32 ? 8 : 4;    // of them, whose sums are in registers
 constexpr int64_t kPieceBytes = 48 * 1024;           // of weight that a thread takes at a time, at least
 constexpr int64_t kStreamBytes = 1024 * 1024;        // the same times rows of x: few rows wait for memory, see below
@@ -57,6 +59,9 @@ constexpr int64_t kAhead = 4096;                     // bytes of codes that are 
 constexpr int64_t kWorthSharing = 512 * 1024;        // multiply-adds: fewer take less time than waking a thread
 constexpr int64_t kWorthRounding = 64 * 1024;        // numbers of x: the same
 constexpr int64_t kStripKinds = 16;                  // kinds from here on are those of strips.cpp
+constexpr int kWideBits = kRegisters == 32 ? 8 : 4;  // codes of as many bits are multiplied two registers at a time
+constexpr float kMagic = 12582912;                   // 1.5 * 2^23: the bits of kMagic + i are its own plus i
+constexpr int32_t kMagicBits = 0x4b400000;
 constexpr float kSmallest = 1e-30f;                  // a block whose largest number is smaller counts as zeros
 
 typedef uint8_t bytes __attribute__((vector_size(kLanes * 4)));
@@ -108,6 +113,41 @@ INLINE ints load_small(const B* p) {
     return out;
 }
 
+// Whether a * b - c rounds once. Then a sum that begins at kMagic becomes a float while it is scaled, without an
+// instruction of its own: s * d = (kMagic + s) * d - kMagic * d, to the bit.
+#if defined(__FMA__) || defined(__AVX512F__) || defined(__aarch64__)
+#define QUIRE_FUSED 1
+#else
+#define QUIRE_FUSED 0
+#endif
+
+// The same number in every lane, without the addition of `vec{} + x`.
+INLINE vec splat(float x) {
+#if defined(__AVX512F__)
+    return (vec)_mm512_set1_ps(x);
+#elif defined(__AVX__)
+    return (vec)_mm256_set1_ps(x);
+#elif defined(__aarch64__)
+    return (vec)vdupq_n_f32(x);
+#else
+    return vec{} + x;
+#endif
+}
+
+INLINE vec multiply_add(vec a, vec b, vec c) {
+#if defined(__AVX512F__)
+    return (vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+    return (vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__aarch64__)
+    return (vec)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+    return a * b + c;
+#endif
+}
+
+INLINE vec multiply_subtract(vec a, vec b, vec c) { return multiply_add(a, b, -c); }
+
 INLINE vec to_floats(ints v) { return __builtin_convertvector(v, vec); }
 
 // sum += four codes (unsigned, of `bits` bits) times four of x, in every lane.
@@ -147,6 +187,56 @@ INLINE void dot(ints& sum, bytes codes, const int8_t* x) {
 #endif
 }
 
+// sums[r][j] += fours of codes, load(j, n), times those of row r of x, n from 0 to `fours` - 1. Rows of x lie side by side.
+template <int bits, int fours, int count, int wide, class Load>
+INLINE void dot_fours(ints (&sums)[count][wide], const Load& load, const int8_t* x) {
+    const auto four_of = [&](int n, int r) FORCED {
+        int32_t four;
+        std::memcpy(&four, x + (n * kAtOnce + r) * 4, 4);
+        return four;
+    };
+#if QUIRE_DOT == 2 || (QUIRE_DOT == 1 && !defined(__AVXVNNI__))
+    // Products are added in 16 bits as long as that is exact: two of at most 127 * (2^bits - 1) in each.
+    constexpr int most = 32767 / (2 * 127 * ((1 << bits) - 1)), steps = most < fours ? most : fours;
+    if constexpr (steps > 2 && fours % steps == 0) {
+        for (int begin = 0; begin < fours; begin += steps) {
+            ints pairs[count][wide] = {};
+            UNROLL
+            for (int n = 0; n < steps; n++)
+                UNROLL
+                for (int r = 0; r < count; r++)
+                    UNROLL
+                    for (int j = 0; j < wide; j++) {
+                        const bytes codes = load(j, begin + n);
+#if QUIRE_DOT == 2
+                        const __m512i two = _mm512_maddubs_epi16((__m512i)codes, _mm512_set1_epi32(four_of(begin + n, r)));
+                        pairs[r][j] = (ints)_mm512_add_epi16((__m512i)pairs[r][j], two);
+#else
+                        const __m256i two = _mm256_maddubs_epi16((__m256i)codes, _mm256_set1_epi32(four_of(begin + n, r)));
+                        pairs[r][j] = (ints)_mm256_add_epi16((__m256i)pairs[r][j], two);
+#endif
+                    }
+            UNROLL
+            for (int r = 0; r < count; r++)
+                UNROLL
+                for (int j = 0; j < wide; j++)
+#if QUIRE_DOT == 2
+                    sums[r][j] += (ints)_mm512_madd_epi16((__m512i)pairs[r][j], _mm512_set1_epi16(1));
+#else
+                    sums[r][j] += (ints)_mm256_madd_epi16((__m256i)pairs[r][j], _mm256_set1_epi16(1));
+#endif
+        }
+        return;
+    }
+#endif
+    UNROLL
+    for (int n = 0; n < fours; n++)
+        UNROLL
+        for (int r = 0; r < count; r++)
+            UNROLL
+            for (int j = 0; j < wide; j++) dot<bits>(sums[r][j], load(j, n), x + (n * kAtOnce + r) * 4);
+}
+
 // sum += two numbers of 16 bits times two of x, in every lane.
 INLINE void dot_pair(ints& sum, ints pair, int32_t x) {
 #if QUIRE_DOT == 3
@@ -182,6 +272,76 @@ struct Rounded {
     Sum* sums;
     float* scales;
 };
+
+INLINE int32_t largest_of(ints v) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_max_epi32((__m512i)v);
+#else
+    int32_t largest = v[0];
+    for (int i = 1; i < kLanes; i++) largest = v[i] > largest ? v[i] : largest;
+    return largest;
+#endif
+}
+
+INLINE int32_t sum_of(ints v) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_add_epi32((__m512i)v);
+#else
+    int32_t sum = 0;
+    for (int i = 0; i < kLanes; i++) sum += v[i];
+    return sum;
+#endif
+}
+
+// Whether a block is of numbers, and its largest. Bits of floats without their sign are in the order of the floats, and
+// those of infinities and NaN above all numbers'.
+template <class T>
+INLINE bool measure(const T* x, int64_t count, float& largest) {
+    ints most{};
+    for (int64_t i = 0; i < count; i += kLanes) {
+        const ints bits = (ints)F::load(x + i) & 0x7fffffff;
+        most = bits > most ? bits : most;
+    }
+    const int32_t bits = largest_of(most);
+    std::memcpy(&largest, &bits, 4);
+    return bits < 0x7f800000;
+}
+
+// The nearest integers, even ones of two that are as near.
+INLINE ints to_nearest(vec v) {
+#if defined(__AVX512F__)
+    return (ints)_mm512_cvtps_epi32((__m512)v);
+#elif defined(__AVX__)
+    return (ints)_mm256_cvtps_epi32((__m256)v);
+#elif defined(__SSE2__)
+    return (ints)_mm_cvtps_epi32((__m128)v);
+#elif defined(__aarch64__)
+    return (ints)vcvtnq_s32_f32((float32x4_t)v);
+#else
+    ints out;
+    for (int i = 0; i < kLanes; i++) out[i] = int32_t(__builtin_nearbyintf(v[i]));
+    return out;
+#endif
+}
+
+// Rounds kStrip numbers of x to codes; returns these, added up in the lanes. `inverse`: 0 for a block that counts as zeros.
+template <class T>
+INLINE ints round_numbers(const T* x, float inverse, int8_t* codes) {
+    typedef int8_t small __attribute__((vector_size(kLanes)));
+    ints total{};
+    if (inverse == 0) {  // it may be of infinities
+        std::memset(codes, 0, kStrip);
+        return total;
+    }
+    UNROLL
+    for (int i = 0; i < kStrip; i += kLanes) {
+        const ints rounded = to_nearest(F::load(x + i) * splat(inverse));
+        const small bytes = __builtin_convertvector(rounded, small);
+        std::memcpy(codes + i, &bytes, sizeof bytes);
+        total += rounded;
+    }
+    return total;
+}
 
 // Where number i of `count` of a row of x is.
 template <int beside = kAtOnce>

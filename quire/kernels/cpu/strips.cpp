@@ -15,24 +15,6 @@ thread_local Scratch strip_codes, strip_scales;
 
 using X = Rounded<int32_t>;
 
-// Whether a block is of numbers, and its largest.
-template <class T>
-INLINE bool measure(const T* x, int64_t count, float& largest) {
-    vec most{}, none{};
-    for (int64_t i = 0; i < count; i += kLanes) {
-        const vec v = F::load(x + i);
-        most = F::max(most, F::max(v, -v));
-        none += v - v;
-    }
-    bool is_number = true;
-    largest = 0;
-    for (int i = 0; i < kLanes; i++) {
-        largest = most[i] > largest ? most[i] : largest;
-        is_number &= none[i] == 0;
-    }
-    return is_number;
-}
-
 template <int beside, class T>
 void round_row(const T* x, int64_t row, int64_t k, int64_t block, const X& into) {
     for (int64_t b = 0; b < k; b += block) {
@@ -42,18 +24,14 @@ void round_row(const T* x, int64_t row, int64_t k, int64_t block, const X& into)
         const int64_t at = x_place<beside>(row, b / block, k / block);
         // A number that is none makes every result of the row none, as it does in a product of floats.
         into.scales[at] = is_number ? (is_zero ? 0 : largest / 127) : std::numeric_limits<float>::quiet_NaN();
-        int32_t sum = 0;
+        ints total{};
         for (int64_t i = b; i < b + block; i += kSpan) {
-            float wide[kSpan];
-            for (int64_t j = 0; j < kSpan; j += kLanes) F::store(wide + j, F::load(x + i + j));
-            int32_t rounded[kSpan];
-            for (int j = 0; j < kSpan; j++) rounded[j] = is_zero ? 0 : int32_t(__builtin_nearbyintf(wide[j] * inverse));
             int8_t codes[kSpan];
-            for (int j = 0; j < kSpan; j++) codes[j] = int8_t(rounded[j]), sum += rounded[j];
+            for (int j = 0; j < kSpan; j += kStrip) total += round_numbers(x + i + j, inverse, codes + j);
             for (int j = 0; j < kSpan; j += 4)
                 std::memcpy(into.codes + 4 * x_place<beside>(row, (i + j) / 4, k / 4), codes + j, 4);
         }
-        into.sums[at] = sum;
+        into.sums[at] = sum_of(total);
     }
 }
 
