@@ -262,3 +262,5 @@ def test_figures_and_lines_name_the_adapter(live: Live, caplog: pytest.LogCaptur
     scrape = Scrape(live.client.get("/metrics").text)
     assert scrape.sum("quire:adapter_requests_total", adapter="sql") == 1
     assert scrape.sum("quire:adapter_generation_tokens_total", adapter="sql") >= 8
+    (labels,) = [dict(has) for name, has in scrape.values if name == "vllm:lora_requests_info"]
+    assert labels["max_lora"] == "2" and {"running_lora_adapters", "waiting_lora_adapters"} < labels.keys()

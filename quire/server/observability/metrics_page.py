@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from quire.messages.metric_table import (
     BY_MODEL_LENGTH,
+    ADAPTER_METRICS,
     ENERGY_METRICS,
     ENGINE_METRICS,
     REQUEST_METRICS,
@@ -96,6 +97,8 @@ def page() -> str:
             _table(SPECULATION_METRICS),
             ENERGY,
             _table(ENERGY_METRICS),
+            "With `enable_lora` also:",
+            _table(ADAPTER_METRICS),
             ROUTER,
             _table(ROUTER_METRICS),
             SERVER,
