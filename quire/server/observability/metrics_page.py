@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from quire.messages.metric_table import (
-    BY_MODEL_LENGTH,
     ADAPTER_METRICS,
+    BY_MODEL_LENGTH,
     ENERGY_METRICS,
     ENGINE_METRICS,
     REQUEST_METRICS,
@@ -83,6 +83,11 @@ each request that generates is a span with attributes of the `gen_ai` convention
 a W3C `traceparent`. Spans are sent in the background; if the collector is down, only the spans are lost.
 """
 
+ADAPTERS = """
+With `--enable-lora`:
+
+"""
+
 
 def page() -> str:
     """The whole page."""
@@ -97,7 +102,7 @@ def page() -> str:
             _table(SPECULATION_METRICS),
             ENERGY,
             _table(ENERGY_METRICS),
-            "With `enable_lora` also:",
+            ADAPTERS,
             _table(ADAPTER_METRICS),
             ROUTER,
             _table(ROUTER_METRICS),
