@@ -85,7 +85,6 @@ a W3C `traceparent`. Spans are sent in the background; if the collector is down,
 
 ADAPTERS = """
 With `--enable-lora`:
-
 """
 
 
