@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+from quire.adapters.slots import AdapterSlots
 from quire.engine.memory_watch import MemoryWatch
 from quire.executor.expert_balance import ExpertBalance
 from quire.messages.histogram import Histogram
@@ -173,6 +174,7 @@ def scheduler_metrics(scheduler: Scheduler, compiling: int, compile_times: Histo
         _histogram("step_tokens", stats.step_tokens),
         _histogram("grammar_compile_seconds", compile_times),
         *(() if scheduler.drafting is None else draft_metrics(scheduler.drafting)),
+        *(adapter_metrics(adapters) if isinstance(adapters, AdapterSlots) else ()),
     ]
 
 
@@ -180,6 +182,13 @@ def labelled_metric(name: str, value: float, series: Mapping[str, float] | None 
     """A counter or a gauge; `series`: its values by its only label."""
     labelled = tuple(((label,), float(part)) for label, part in (series or {}).items())
     return Metric(f"quire:{name}", SPECS[name].kind, value, series=labelled)
+
+
+def adapter_metrics(adapters: AdapterSlots) -> list[Metric]:
+    """Which adapters requests use now, as vLLM reports it: the value is the time."""
+    now, (held, waiting) = time.time(), adapters.active()
+    labels = str(adapters.num_slots), ",".join(waiting), ",".join(held)
+    return [Metric("quire:lora_requests_info", "gauge", now, series=((labels, now),))]
 
 
 def memory_metrics(memory: MemoryWatch, budget: int) -> list[Metric]:

@@ -259,7 +259,19 @@ ENERGY_METRICS = (
 """Reported by an engine with `report_energy`, `power_budget` or `energy_policy`, or on battery. Without, none is
 shown."""
 
-OPTIONAL_METRICS = (*SPECULATION_METRICS, *ENERGY_METRICS)
+ADAPTER_METRICS = (
+    _gauge(
+        "lora_requests_info",
+        "Unix time of the figure; the labels list the LoRA adapters of running and of waiting requests",
+        "max_lora",
+        "waiting_lora_adapters",
+        "running_lora_adapters",
+        merge="max",
+    ),
+)
+"""Reported by an engine with `enable_lora`."""
+
+OPTIONAL_METRICS = (*SPECULATION_METRICS, *ENERGY_METRICS, *ADAPTER_METRICS)
 """Shown only if an engine reports them."""
 
 INTERNAL_METRICS = (_gauge("num_requests_deferred", "Sequences that wait for their grammar"),)

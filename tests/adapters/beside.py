@@ -34,14 +34,8 @@ class Beside:
         return self.root / name
 
     def tokens(self, prompt: list[int], count: int, weights: Mapping[str, float]) -> list[int]:
-        """The greedy continuation, with adapters added to the weights: scale · weight · B A each."""
-        model = AutoModelForCausalLM.from_pretrained(self.model, dtype=torch.float32)
-        for name, weight in weights.items():
-            tensors = load_file(self.root / name / "adapter_model.safetensors")
-            for key in (key for key in tensors if key.endswith("lora_A.weight")):
-                module = key.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
-                b = tensors[key.replace("lora_A", "lora_B")]
-                model.get_submodule(module).weight.data += self._scales[name] * weight * (b @ tensors[key])
+        """The greedy continuation."""
+        model = self.model_with(weights)
         given = torch.tensor([prompt])
         found = model.generate(
             input_ids=given, attention_mask=torch.ones_like(given), max_new_tokens=count, min_new_tokens=count,
@@ -49,3 +43,14 @@ class Beside:
         )  # fmt: skip
         tokens: list[int] = found[0, len(prompt) :].tolist()
         return tokens
+
+    def model_with(self, weights: Mapping[str, float]) -> Any:
+        """The model with adapters added to its weights: scale · weight · B A each."""
+        model = AutoModelForCausalLM.from_pretrained(self.model, dtype=torch.float32)
+        for name, weight in weights.items():
+            tensors = load_file(self.root / name / "adapter_model.safetensors")
+            for key in (key for key in tensors if key.endswith("lora_A.weight")):
+                module = key.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+                b = tensors[key.replace("lora_A", "lora_B")]
+                model.get_submodule(module).weight.data += self._scales[name] * weight * (b @ tensors[key])
+        return model

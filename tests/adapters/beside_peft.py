@@ -24,10 +24,19 @@ class Base:
     """A random model in a folder, and adapters for it that PEFT has written."""
 
     def __init__(self, folder: Path, config: PretrainedConfig, seed: int = 0) -> None:
-        self.folder = folder
-        self.reference = random_reference(config, seed)
+        self._begin(folder, random_reference(config, seed))
         self.reference.config.architectures = [type(self.reference).__name__]
         self.reference.save_pretrained(folder / "base")
+
+    @classmethod
+    def of(cls, folder: Path, reference: Any) -> Base:
+        """Of a transformers model that is saved in `folder`/base already."""
+        made = cls.__new__(cls)
+        made._begin(folder, reference)
+        return made
+
+    def _begin(self, folder: Path, reference: Any) -> None:
+        self.folder, self.reference = folder, reference
         self._tuned: dict[str, PeftModel] = {}
         self.loras: dict[str, LoRARequest] = {}
 

@@ -10,10 +10,12 @@ import pytest
 import torch
 from transformers import Gemma2Config, PretrainedConfig
 
-from quire import PoolingParams
+from quire import LLM, PoolingParams, SamplingParams, StructuredOutputsParams
+from quire.messages.lora import LoRARequest
+from tests.adapters.beside import Beside
 from tests.adapters.beside_peft import Base, assert_as_peft, check, greedy
 from tests.adapters.zoo import INVOCATION, PROMPTS, SHAPE, Zoo
-from tests.conftest import assert_idle
+from tests.conftest import TINY_VOCAB, assert_idle, tiny_tokenizer
 from tests.engine.beam_reference import ENDS, Model, params_of
 
 LONG = [(11 * i * i + 5 * i + 3) % 97 for i in range(37)]
@@ -98,3 +100,32 @@ def test_windows(tmp_path: Path) -> None:
     )
     base = _made(tmp_path, config, [["q_proj", "v_proj"], ["k_proj", "o_proj", "gate_proj", "down_proj"]])
     _check_caches(base)
+
+
+def test_grammars(tiny_model: Path, tmp_path: Path) -> None:
+    """Structured output with adapters and drafts: PEFT's best token among those that the grammar allows."""
+    beside = Beside(tiny_model, tmp_path)
+    loras = [
+        LoRARequest(name, number + 1, str(beside.write(name, seed=number, target_modules="all-linear")))
+        for number, name in enumerate(("first", "second"))
+    ]
+    digits = {i: text for i in range(TINY_VOCAB) if (text := tiny_tokenizer().decode([i])).isdigit()}
+    allowed = torch.full((TINY_VOCAB,), -torch.inf).index_fill(0, torch.tensor(list(digits)), 0.0)
+    prompt = [20 + 3 * i for i in range(20)] + [17, 18, 19] * 3
+    params = SamplingParams(temperature=0, max_tokens=12, structured_outputs=StructuredOutputsParams(regex="[0-9]{9}"))
+    drafts = {"method": "ngram", "prompt_lookup_min": 1, "tune": False}
+    with LLM(
+        str(tiny_model), dtype="float32", device="cpu", num_gpu_blocks_override=128, enable_lora=True, max_lora_rank=4,
+        speculative_config=drafts,
+    ) as llm:  # fmt: skip
+        names = [loras[0], None, loras[1], loras[0]]
+        outputs = llm.generate([{"prompt_token_ids": prompt}] * 4, params, lora_request=names)
+        found = [list(output.outputs[0].token_ids) for output in outputs]
+        assert_idle(llm)
+    for lora, tokens in zip(names, found, strict=True):
+        model = beside.model_with({} if lora is None else {lora.name: 1.0})
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 :]
+        assert tokens[:9] == (logits[:9] + allowed).argmax(-1).tolist(), lora
+        assert len("".join(digits[token] for token in tokens[:9])) == 9
+    assert found[0] == found[3] and len({tuple(tokens) for tokens in found}) == 3

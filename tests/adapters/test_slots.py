@@ -9,6 +9,7 @@ import pytest
 
 from quire import LLM, RequestOutput
 from quire.adapters.slots import PATIENCE_SECONDS, AdapterSlots
+from quire.engine.stats import adapter_metrics
 from quire.messages.adapter_use import AdapterUse
 from quire.messages.plan import AdapterLoaded
 from quire.messages.request import NewRequest
@@ -55,6 +56,22 @@ def test_the_least_recently_used_is_evicted_and_pinned_ones_stay() -> None:
     slots.release("r2")
     slots.release("r3")
     slots.check_idle()
+
+
+def test_vllms_gauge_names_adapters_that_requests_use_or_wait_for() -> None:
+    slots = AdapterSlots(1)
+    slots.hold(_request("r1", 1))
+    _load_all(slots)
+    slots.hold(_request("r2", 2))  # the slot is held
+    (metric,) = adapter_metrics(slots)
+    (((most, waiting, running), at),) = metric.series
+    assert metric.name == "quire:lora_requests_info" and (most, waiting, running) == ("1", "a2", "a1")
+    assert metric.under_vllms_name is not None and at == metric.value > 1.7e9
+    slots.release("r1")
+    assert adapter_metrics(slots)[0].series[0][0] == ("1", "a2", "")  # it is being loaded
+    _load_all(slots)
+    slots.release("r2")
+    assert adapter_metrics(slots)[0].series[0][0] == ("1", "", "")
 
 
 def test_a_failed_load_fails_those_that_wait_for_it_alone() -> None:

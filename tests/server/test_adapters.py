@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,6 +22,8 @@ from tests.adapters.beside import Beside
 from tests.adapters.folders import write
 from tests.server.conftest import MODEL, Host, Live
 from tests.server.scrape import Scrape
+from tests.server.served import served
+from tests.server.test_replicas import FLAGS, Pair
 
 ADMIN = {"authorization": "Bearer boss"}
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 8, "extra_body": {"ignore_eos": True}}
@@ -262,3 +265,48 @@ def test_figures_and_lines_name_the_adapter(live: Live, caplog: pytest.LogCaptur
     scrape = Scrape(live.client.get("/metrics").text)
     assert scrape.sum("quire:adapter_requests_total", adapter="sql") == 1
     assert scrape.sum("quire:adapter_generation_tokens_total", adapter="sql") >= 8
+    (labels,) = [dict(has) for name, has in scrape.values if name == "vllm:lora_requests_info"]
+    assert labels["max_lora"] == "2" and {"running_lora_adapters", "waiting_lora_adapters"} < labels.keys()
+
+
+@pytest.mark.slow
+def test_several_engines_serve_what_was_loaded(
+    tiny_model: Path, beside: Beside, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each engine reads an adapter when a request of it comes there: also one that takes a dead engine's place."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    shutil.copytree(beside.root / "poet", tmp_path / "poet")
+    flags = ("--enable-lora", "--max-lora-rank", "8", "--allowed-lora-path", str(tmp_path))
+    with served(str(tiny_model), *FLAGS, *flags) as process:
+        pair = Pair(process)
+
+        def tokens(model: str, count: int) -> list[list[int]]:
+            answer = pair.complete([PROMPT] * count, model=model, max_tokens=8, return_token_ids=True)
+            return [choice["token_ids"] for choice in answer.raise_for_status().json()["choices"]]
+
+        def admin(action: str, **body: Any) -> httpx.Response:
+            return pair.client.post(f"/v1/{action}_lora_adapter", json={"lora_name": "poet", **body}, headers=ADMIN)
+
+        expected = beside.tokens(PROMPT, 8, {"poet": 1.0})
+        assert pair.complete(PROMPT, model="poet").status_code == 404
+        assert admin("load", lora_path="poet").status_code == 200
+        assert tokens("poet", 1) == [expected]
+        scrape = pair.scrape()
+        (owner,) = [n for n in (0, 1) if scrape.sum("quire:adapter_loads_total", engine=str(n))]
+        os.kill(process.children[owner], signal.SIGKILL)
+        assert tokens("poet", 4) == [expected] * 4
+        assert pair.scrape().sum("quire:adapter_loads_total", engine=str(1 - owner)) == 1
+        pair.until(lambda: pair.stats()["status"] == "serving" and pair.stats()["restarts"] == 1)
+        assert tokens("poet", 24) == [expected] * 24
+        assert tokens("tiny", 4) == [beside.tokens(PROMPT, 8, {})] * 4
+
+        weights = tmp_path / "poet" / "adapter_model.safetensors"
+        changed = {name: -tensor if "lora_A" in name else tensor for name, tensor in load_file(weights).items()}
+        save_file(changed, weights)
+        assert admin("load", lora_path="poet").status_code == 400
+        assert admin("load", lora_path="poet", load_inplace=True).status_code == 200
+        other = beside.tokens(PROMPT, 8, {"poet": -1.0})
+        assert other != expected and tokens("poet", 24) == [other] * 24
+        assert admin("unload").status_code == 200
+        assert pair.complete(PROMPT, model="poet").status_code == 404
+        assert [model["id"] for model in pair.client.get("/v1/models").json()["data"]] == ["tiny"]

@@ -402,7 +402,7 @@ def test_the_metrics_page_is_up_to_date() -> None:
 
 def test_the_metrics_page_lists_exactly_the_exported_families() -> None:
     drafts = [
-        Metric(f"quire:{spec.name}", spec.kind, 1.0, series=((("0",), 1.0),) if spec.labels else ())
+        Metric(f"quire:{spec.name}", spec.kind, 1.0, series=((("0",) * len(spec.labels), 1.0),) if spec.labels else ())
         for spec in OPTIONAL_METRICS
     ]
     replicas = [(FakeReplica(drafts, number=number), SimpleNamespace(restarts=0)) for number in range(2)]

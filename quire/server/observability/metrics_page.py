@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from quire.messages.metric_table import (
+    ADAPTER_METRICS,
     BY_MODEL_LENGTH,
     ENERGY_METRICS,
     ENGINE_METRICS,
@@ -82,6 +83,10 @@ each request that generates is a span with attributes of the `gen_ai` convention
 a W3C `traceparent`. Spans are sent in the background; if the collector is down, only the spans are lost.
 """
 
+ADAPTERS = """
+With `--enable-lora`:
+"""
+
 
 def page() -> str:
     """The whole page."""
@@ -96,6 +101,8 @@ def page() -> str:
             _table(SPECULATION_METRICS),
             ENERGY,
             _table(ENERGY_METRICS),
+            ADAPTERS,
+            _table(ADAPTER_METRICS),
             ROUTER,
             _table(ROUTER_METRICS),
             SERVER,
