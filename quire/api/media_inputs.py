@@ -28,7 +28,6 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_COUNTS: Mapping[str, int] = {"image": 64, "video": 8}
 """Most images and videos of one prompt, unless limit_mm_per_prompt says otherwise."""
-DEFAULT_FPS = 2.0
 MOST_THREADS = 16
 """In which the images of a call's prompts are prepared."""
 
@@ -166,7 +165,7 @@ class MediaInputs:
             assert self.processor is not None
             with self.loader.decoded(sources, check_abandoned) as media:
                 check_abandoned()
-                videos = [Video(frames, DEFAULT_FPS) for frames in media.videos]
+                videos = [Video(frames, fps) for frames, fps in zip(media.videos, media.fps, strict=True)]
                 tokens = encode(self.processor.prompt_text(prompt, videos)) if isinstance(prompt, str) else prompt
                 self._check_length(len(tokens), media, max_model_len)
                 settings = {**(self._config.mm_processor_kwargs or {}), **(kwargs or {})}

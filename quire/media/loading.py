@@ -9,7 +9,6 @@ import stat
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import unquote, urlsplit
@@ -21,6 +20,7 @@ from quire.errors import MediaError, short_repr
 from quire.media.decoding import DecodeMemory, OpenedImage, check_pixels, check_request_pixels, upright
 from quire.media.fetching import Fetcher
 from quire.media.limits import Check, MediaLimits, no_check
+from quire.media.video import FPS, TYPES, OpenedVideo, container_of, has_decoder
 
 Kind = Literal["image", "video"]
 FRAME_TYPES = ("image/gif", "image/webp", "image/png", "image/apng", "video/gif", "video/webp")
@@ -52,6 +52,8 @@ class DecodedMedia:
 
     images: list[Image.Image] = field(default_factory=list)
     videos: list[list[Image.Image]] = field(default_factory=list)
+    fps: list[float] = field(default_factory=list)
+    """Frames a second of each video."""
     num_bytes: int = 0
     """Of the files, as they were sent or fetched."""
     num_pixels: int = 0
@@ -94,6 +96,7 @@ class MediaLoader:
                     made.images.append(frames[0])
                 else:
                     made.videos.append(frames)
+                    made.fps.append(plan.fps)
             plans.clear()
             yield made
 
@@ -121,8 +124,11 @@ class MediaLoader:
         return self._open_file(data, source, check)
 
     def _open_file(self, data: bytes, source: MediaSource, check: Check) -> _Frames:
-        if source.kind == "video":
-            _check_container(data, source.where)
+        if source.kind == "video" and (kind := container_of(data)) is not None:
+            if not has_decoder():
+                raise _no_container(kind, source.where)
+            video = OpenedVideo(data, kind, self.limits, source.where)
+            return _Frames([video], video.count, video.fps)
         opened = OpenedImage(data, self.limits, source.where)
         if source.kind == "image":
             return _Frames([opened])
@@ -132,7 +138,7 @@ class MediaLoader:
 
     def _open_list(self, source: MediaSource, items: Sequence[Any], made: DecodedMedia, check: Check) -> _Frames:
         self._check_frames(len(items), source.where)
-        frames: list[Image.Image | OpenedImage] = []
+        frames: list[Image.Image | OpenedImage | OpenedVideo] = []
         for index, item in enumerate(items):
             where = f"{source.where}[{index}]"
             frame = self._open(self.fetch(MediaSource("image", item, where), check), made, check)
@@ -269,9 +275,10 @@ class MediaLoader:
 class _Frames:
     """What one source decodes to."""
 
-    def __init__(self, items: list[Image.Image | OpenedImage] | list[OpenedImage] | list[Image.Image], count: int = 0):
-        """`count`: frames of the only item, an animation."""
-        self.items: list[Image.Image | OpenedImage] = list(items)
+    def __init__(self, items: Sequence[Image.Image | OpenedImage | OpenedVideo], count: int = 0, fps: float = FPS):
+        """`count`: frames of the only item, an animation or a video; `fps`: of these a second."""
+        self.items = list(items)
+        self.fps = fps
         self._count = count
 
     @property
@@ -289,7 +296,10 @@ class _Frames:
             if isinstance(item, Image.Image):
                 made.append(upright(item))
                 continue
-            made += item.decode_frames(self._count, check) if self._count else [item.decode()]
+            if isinstance(item, OpenedVideo) or self._count:
+                made += item.decode_frames(self._count, check)
+            else:
+                made.append(item.decode())
             item.close()
         return made
 
@@ -315,21 +325,16 @@ def _check_type(content_type: str, kind: Kind, where: str) -> None:
     known = content_type in ("", "application/octet-stream")
     if kind == "image" and not (known or content_type.startswith("image/")):
         raise MediaError(f"{where} is a data URL of type {content_type[:60]!r}, which is no image", reason="type")
-    if kind == "video" and not (known or content_type == JPEG_FRAMES or content_type in FRAME_TYPES):
+    if kind == "video" and not (
+        known or content_type == JPEG_FRAMES or content_type in FRAME_TYPES or (content_type in TYPES and has_decoder())
+    ):
         raise _no_container(content_type[:60], where)
 
 
-def _check_container(data: bytes, where: str) -> None:
-    if data[4:8] == b"ftyp":
-        raise _no_container("MP4", where)
-    if data.startswith(b"\x1a\x45\xdf\xa3"):
-        raise _no_container("Matroska or WebM", where)
-
-
 def _no_container(name: str, where: str) -> MediaError:
-    reads = " (the package `av` is installed, but not used)" if find_spec("av") else ""
+    wants = "" if has_decoder() else " without the package `av` (pip install quire[video])"
     return MediaError(
-        f"{where} is a video of type {name}, which is not decoded here{reads}: send its frames as an animated GIF or "
+        f"{where} is a video of type {name}, which is not decoded here{wants}: send its frames as an animated GIF or "
         f"WebP, or as {JPEG_FRAMES}, JPEGs in base64 divided by commas",
         reason="type",
     )

@@ -302,7 +302,7 @@ class TestRefused:
         assert answer.status_code == 400 and "at most 4 (limit_mm_per_prompt)" in answer.json()["error"]["message"]
         animation = {"type": "video_url", "video_url": {"url": data_url(gif(300), "image/gif")}}
         refused(seeing, animation, "more than 256 frames")
-        refused(seeing, {"type": "video_url", "video_url": {"url": "data:video/mp4;base64,AAAA"}}, "video/mp4")
+        refused(seeing, {"type": "video_url", "video_url": {"url": "data:video/avi;base64,AAAA"}}, "video/avi")
         refused(seeing, {"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}, "input_audio")
         refused(seeing, {"type": "input_image", "file_id": "file-1"}, "file_id")
 
