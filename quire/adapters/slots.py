@@ -255,10 +255,6 @@ class AdapterSlots:
         """Names of the adapters in each slot that is ready."""
         return [tuple(use.name for use in slot.uses) for slot in self._slots if slot.state == READY]
 
-    @property
-    def num_slots(self) -> int:
-        return len(self._slots)
-
     def active(self) -> tuple[list[str], list[str]]:
         """Names of adapters that requests hold, and of those that requests wait for."""
         held = {use.name for slot in self._holding.values() for use in slot.uses if slot.state == READY}
