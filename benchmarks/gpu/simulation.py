@@ -185,9 +185,9 @@ async def measure(llm: AsyncLLM, load: Load, seconds: float) -> Figures:
     prompts = load.prompts(llm.info.model.vocab_size)
     warm = replace(load, conversations=load.conversations[: max(2, int(WARM_SHARE * len(prompts)))])
     others = [[token // 2 + 1 for token in prompt] for prompt in prompts[: len(warm.conversations)]]
-    await asyncio.wait_for(_drive(llm, warm, others), 3 * seconds)
+    await asyncio.wait_for(_drive(llm, warm, others), 20 + 3 * seconds)
     await llm.reset_prefix_cache()
-    return await asyncio.wait_for(_drive(llm, load, prompts), 4 * seconds)
+    return await asyncio.wait_for(_drive(llm, load, prompts), 20 + 3 * seconds)
 
 
 async def measure_front(llm: AsyncLLM, costs: CostModel) -> float:
@@ -305,7 +305,13 @@ def sweep(
 ) -> dict[str, Any]:
     """The setting with the highest throughput of the closed loop by simulation, measured."""
     pairs = list(itertools.product(size.stretches, size.budgets))
-    tried = [replace(options, max_step_stretch=stretch, max_num_batched_tokens=budget) for stretch, budget in pairs]
+    tried = [
+        replace(
+            options, max_step_stretch=stretch, max_num_batched_tokens=budget,
+            max_num_seqs=min(options.max_num_seqs or budget, budget),
+        )
+        for stretch, budget in pairs
+    ]  # fmt: skip
     with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn")) as pool:
         rows = list(pool.map(_values, itertools.repeat(costs), itertools.repeat(loads[0]), [options, *tried]))
     for pair, row in zip([("default", "default"), *pairs], rows, strict=True):

@@ -170,7 +170,8 @@ class Fleet:
             )
         self.costs = costs
         self.options = options
-        self.rows = options.max_num_seqs or costs.max_num_seqs
+        most = options.max_num_batched_tokens or costs.max_num_seqs  # as the engine: a step has room for every row
+        self.rows = options.max_num_seqs or min(costs.max_num_seqs, most)
         self.budget = options.max_num_batched_tokens or max(costs.max_num_batched_tokens, self.rows)
         self.num_blocks = options.num_blocks or costs.num_blocks
         if self.rows > MOST_ROWS or max(self.num_blocks, options.host_blocks) > MOST_BLOCKS:

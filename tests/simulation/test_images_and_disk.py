@@ -166,7 +166,7 @@ def test_replicas_that_share_experts_step_together() -> None:
         (["--seed", "-1"], "--seed"),
         (["--dollars-per-hour", "-1"], "--dollars-per-hour"),
         (["--max-num-seqs", "100000"], "65536 rows"),
-        (["--max-num-batched-tokens", "10"], "no room for 256 rows"),
+        (["--max-num-batched-tokens", "10", "--max-num-seqs", "99"], "no room for 99 rows"),
         (["--sweep", "max_step_stretch=0.5,2"], "at least 1"),
     ],
 )
