@@ -76,32 +76,6 @@ def test_pydantic_ai(scripted: Live, script: Script) -> None:
     asyncio.run(all_of_it())
 
 
-def test_llama_index(scripted: Live, script: Script) -> None:
-    """Chat, completion, streams and a tool."""
-    pytest.importorskip("llama_index.llms.openai_like")
-    from llama_index.core.llms import ChatMessage
-    from llama_index.core.tools import FunctionTool
-    from llama_index.llms.openai_like import OpenAILike
-
-    model = OpenAILike(
-        model="tiny", api_base=f"{scripted.url}/v1", api_key="none", is_chat_model=True,
-        is_function_calling_model=True, context_window=8192, max_tokens=64,
-    )  # fmt: skip
-    script.answer = lambda prompt: ANSWER
-    messages = [ChatMessage(role="system", content="Be brief."), ChatMessage(role="user", content=ASK)]
-    assert model.chat(messages).message.content == ANSWER
-    assert [part.message.content for part in model.stream_chat(messages)][-1] == ANSWER
-    assert model.complete(ASK).text == ANSWER
-    script.answer = weather
-
-    def look(city: str) -> str:
-        """The weather of a city."""
-        return f"sunny in {city}"
-
-    tool = FunctionTool.from_defaults(fn=look, name="weather")
-    assert "sunny in Paris" in str(model.predict_and_call([tool], user_msg=ASK))
-
-
 def test_llm(scripted: Live, script: Script, tmp_path: Path) -> None:
     """The command line tool, streaming and continuing a conversation."""
     program = shutil.which("llm")
