@@ -195,7 +195,6 @@ def test_forms_without_effect(arguments):
         (["--data-parallel-rank", "0"], "Ray"),
         (["--nnodes", "2"], "Ray"),
         (["--headless"], "Ray"),
-        (["--task", "classify"], "generates and embeds"),
         (["--cpu-offload-gb", "4"], "quantization"),
         (["--speculative-model", "a", "--num-speculative-tokens", "5"], "speculative_config"),
         (["--no-such-thing"], "unknown argument --no-such-thing"),

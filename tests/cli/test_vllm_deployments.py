@@ -34,6 +34,12 @@ def deployed(
 # The forms that vLLM's and other projects' documentation shows, shortened: (name, arguments, environment, expected).
 STARTS: list[tuple[str, str, dict[str, str], dict[str, Any]]] = [
     (
+        "a classifier made of a language model",
+        "m --runner pooling --convert classify --enable-prompt-tokens-details",
+        {},
+        {"hf_overrides": {"is_classifier": True}, "enable_prompt_tokens_details": True},
+    ),
+    (
         "docker run vllm/vllm-openai",
         "--model mistralai/Mistral-7B-v0.1",
         {"HF_TOKEN": "secret"},
@@ -151,7 +157,7 @@ REFUSED = [
     ("several nodes", "m --nnodes 2 --node-rank 0 --master-addr 10.0.0.1", {}, "--nnodes"),
     ("sleep mode", "m --enable-sleep-mode", {}, "--enable-sleep-mode"),
     ("images from a folder that is not there", "m --allowed-local-media-path /no/such", {}, "allowed_local_media_path"),
-    ("classifier", "m --task score", {}, "--task"),
+    ("reward model", "m --task reward", {}, "task='reward'"),
     ("certificates that cannot be checked", "m --ssl-certfile c --ssl-cert-reqs 2", {}, "ssl_ca_certs"),
 ]
 

@@ -50,8 +50,8 @@ def test_pydantic_ai(scripted: Live, script: Script) -> None:
     from pydantic_ai.models.openai import OpenAIChatModel
     from pydantic_ai.providers.openai import OpenAIProvider
 
-    class City(BaseModel):
-        name: str
+    class Place(BaseModel):
+        city: str
 
     model = OpenAIChatModel("tiny", provider=OpenAIProvider(base_url=f"{scripted.url}/v1", api_key="none"))
     agent = Agent(model, system_prompt="Be brief.")
@@ -61,46 +61,19 @@ def test_pydantic_ai(scripted: Live, script: Script) -> None:
         """The weather of a city."""
         return f"sunny in {city}"
 
-    script.answer = weather
-    done = agent.run_sync(ASK)
-    assert done.output == ANSWER and "sunny in Paris" in script.prompts[-1] and done.usage.requests == 2
-    again = agent.run_sync("and now?", message_history=done.all_messages())
-    assert again.output == ANSWER and "sunny in Paris" in script.prompts[-1]
-    script.answer = lambda prompt: call("final_result", name="Paris")
-    assert Agent(model, output_type=City).run_sync(ASK).output == City(name="Paris")
-    script.answer = lambda prompt: ANSWER
-
-    async def streamed() -> str:
+    async def all_of_it() -> None:
+        script.answer = weather
+        done = await agent.run(ASK)
+        assert done.output == ANSWER and "sunny in Paris" in script.prompts[-1]
+        again = await agent.run("and now?", message_history=done.all_messages())
+        assert again.output == ANSWER and "sunny in Paris" in script.prompts[-1]
+        script.answer = lambda prompt: call("final_result", city="Paris")
+        assert (await Agent(model, output_type=Place).run(ASK)).output == Place(city="Paris")
+        script.answer = lambda prompt: ANSWER
         async with Agent(model).run_stream(ASK) as result:
-            return [text async for text in result.stream_text()][-1]
+            assert [text async for text in result.stream_text()][-1] == ANSWER
 
-    assert asyncio.run(streamed()) == ANSWER
-
-
-def test_llama_index(scripted: Live, script: Script) -> None:
-    """Chat, completion, streams and a tool."""
-    pytest.importorskip("llama_index.llms.openai_like")
-    from llama_index.core.llms import ChatMessage
-    from llama_index.core.tools import FunctionTool
-    from llama_index.llms.openai_like import OpenAILike
-
-    model = OpenAILike(
-        model="tiny", api_base=f"{scripted.url}/v1", api_key="none", is_chat_model=True,
-        is_function_calling_model=True, context_window=8192, max_tokens=64,
-    )  # fmt: skip
-    script.answer = lambda prompt: ANSWER
-    messages = [ChatMessage(role="system", content="Be brief."), ChatMessage(role="user", content=ASK)]
-    assert model.chat(messages).message.content == ANSWER
-    assert [part.message.content for part in model.stream_chat(messages)][-1] == ANSWER
-    assert model.complete(ASK).text == ANSWER
-    script.answer = weather
-
-    def look(city: str) -> str:
-        """The weather of a city."""
-        return f"sunny in {city}"
-
-    tool = FunctionTool.from_defaults(fn=look, name="weather")
-    assert "sunny in Paris" in str(model.predict_and_call([tool], user_msg=ASK))
+    asyncio.run(all_of_it())
 
 
 def test_llm(scripted: Live, script: Script, tmp_path: Path) -> None:
