@@ -58,6 +58,7 @@ class Packed:
     """…and the place of each block in it."""
     taps: tuple[torch.Tensor, torch.Tensor] | None = None
     """See `FrameLayout`."""
+    grids: Sequence[Grid] = ()
 
     @property
     def segments(self) -> list[Segments]:
@@ -185,6 +186,7 @@ class QwenVisionEncoder(nn.Module):
             torch.cat([patches for patches, _ in cut]),
             (torch.cat(cos), torch.cat(sin)),
             Segments(lengths, self.build.device),
+            grids=grids,
         )
         self.arrange(packed, frames)
         return packed
