@@ -127,7 +127,7 @@ def _normal(*shape: int) -> torch.Tensor:
 
 
 def time_kernels(args: argparse.Namespace, say: Callable[..., None]) -> None:
-    from quire.kernels.adapters import LowRank, SlotTokens
+    from quire.kernels.adapters import SlotLowRank, SlotTokens
     from quire.kernels.triton import low_rank
     from quire.kernels.triton.launch import let_threads_launch
     from quire.kernels.triton.ops import TritonOps
@@ -166,7 +166,7 @@ def time_kernels(args: argparse.Namespace, say: Callable[..., None]) -> None:
                 return ops.gate_mul(found) if matrix.gated else found
 
             def adapted(i: int, matrix=matrix, x=x, stream=stream, tokens=tokens) -> Any:  # type: ignore[no-untyped-def]
-                low = LowRank(matrix.a[i], matrix.b[i], tokens, matrix.bounds)
+                low = SlotLowRank(matrix.a[i], matrix.b[i], tokens, matrix.bounds)
                 norm = (matrix.gain, 1e-5) if matrix.normed else None
                 carried = stream if matrix.normed else None
                 return ops.adapted_linear(
@@ -215,7 +215,7 @@ def time_kernels(args: argparse.Namespace, say: Callable[..., None]) -> None:
 
 def _time_halves(matrix: Matrix, cases: Sequence[tuple[int, int]], timer: Any, say: Callable[..., None]) -> None:
     """Shrink alone and expand alone, after nothing but themselves: the adapters come from L2 where they fit."""
-    from quire.kernels.adapters import LowRank, SlotTokens
+    from quire.kernels.adapters import SlotLowRank, SlotTokens
     from quire.kernels.triton import low_rank
 
     copies = range(len(matrix.weights))
@@ -224,8 +224,8 @@ def _time_halves(matrix: Matrix, cases: Sequence[tuple[int, int]], timer: Any, s
         slots = (torch.arange(rows, device="cuda") % adapters).int()
         out = torch.zeros(rows, matrix.bounds[-1], device="cuda", dtype=torch.bfloat16)
 
-        def low(i: int, tokens: Any) -> LowRank:
-            return LowRank(matrix.a[i], matrix.b[i], tokens, matrix.bounds)
+        def low(i: int, tokens: Any) -> SlotLowRank:
+            return SlotLowRank(matrix.a[i], matrix.b[i], tokens, matrix.bounds)
 
         tokens = SlotTokens(slots, range(adapters))
 

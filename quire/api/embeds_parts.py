@@ -1,7 +1,7 @@
 """Embeddings within the messages of a chat: parts `{"type": "prompt_embeds", "data": …}`, as vLLM has them.
 
 Each part is the embeddings of a piece of content, not of a whole templated conversation. While the template is rendered
-a random mark stands for it, which nobody else can write; what is rendered between marks becomes tokens.
+a random mark stands for it, which no text can contain by chance; what is rendered between marks becomes tokens.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ def import_lean_torch() -> None:
     except Exception as error:
         logger.info("torch is imported with its compilers (%s: %s)", type(error).__name__, error)
     finally:
-        del sys.modules[FOR_COMPILERS]  # whoever needs it can import it
+        del sys.modules[FOR_COMPILERS]  # what needs it can import it
     import torch
 
 

@@ -39,7 +39,7 @@ class SlotTokens:
         return SlotTokens(self.slots[tokens], self.present)
 
 
-class LowRank(NamedTuple):
+class SlotLowRank(NamedTuple):
     """What adapters change in the products with a matrix."""
 
     a: torch.Tensor
@@ -52,7 +52,7 @@ class LowRank(NamedTuple):
     (a[s, p * rank : (p + 1) * rank] @ x) @ b[s] is added."""
 
 
-def add_low_rank(out: torch.Tensor, x: torch.Tensor, low: LowRank) -> None:
+def add_low_rank(out: torch.Tensor, x: torch.Tensor, low: SlotLowRank) -> None:
     """`Ops.add_low_rank` in plain torch, slot by slot.
 
     Operations: 2 * tokens * rank * (parts * in + outputs). Bytes: a and b of every slot that occurs, once.

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from quire.kernels.adapters import LowRank
+from quire.kernels.adapters import SlotLowRank
 from quire.kernels.gates import PLAIN_EXPERTS, ExpertVariant
 from quire.kernels.kv import LayerKV
 from quire.kernels.routing import RouteRule
@@ -91,7 +91,7 @@ class Ops(Protocol):
         """linear(x), for the caller to add to the stream; None if it has been added in place."""
         ...
 
-    def add_low_rank(self, out: torch.Tensor, x: torch.Tensor, low: LowRank) -> None:
+    def add_low_rank(self, out: torch.Tensor, x: torch.Tensor, low: SlotLowRank) -> None:
         """Add what adapters change in products of x to out [tokens, outputs], in place."""
         ...
 
@@ -100,7 +100,7 @@ class Ops(Protocol):
         x: torch.Tensor | None,
         weight: Weight,
         bias: torch.Tensor | None,
-        low: LowRank,
+        low: SlotLowRank,
         norm: tuple[torch.Tensor, float] | None = None,
         residual: torch.Tensor | None = None,
         activation: str = "",

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from quire.kernels import reference_states
-from quire.kernels.adapters import LowRank, add_low_rank
+from quire.kernels.adapters import SlotLowRank, add_low_rank
 from quire.kernels.base import CompilableKernel
 from quire.kernels.gates import PLAIN_EXPERTS, ExpertVariant, gate_mul
 from quire.kernels.kv import LayerKV, QuantizedKV
@@ -84,7 +84,7 @@ class TorchOps:
         gate, up = gate_up.float().chunk(2, dim=-1)
         return (F.silu(gate) * up).to(gate_up.dtype)
 
-    def add_low_rank(self, out: torch.Tensor, x: torch.Tensor, low: LowRank) -> None:
+    def add_low_rank(self, out: torch.Tensor, x: torch.Tensor, low: SlotLowRank) -> None:
         add_low_rank(out, x, low)
 
     def adapted_linear(
@@ -92,7 +92,7 @@ class TorchOps:
         x: torch.Tensor | None,
         weight: Weight,
         bias: torch.Tensor | None,
-        low: LowRank,
+        low: SlotLowRank,
         norm: tuple[torch.Tensor, float] | None = None,
         residual: torch.Tensor | None = None,
         activation: str = "",

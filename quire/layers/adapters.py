@@ -18,7 +18,7 @@ import torch
 
 from quire.distributed.collectives import all_reduce, is_shared
 from quire.errors import AdapterError
-from quire.kernels.adapters import LowRank, SlotTokens
+from quire.kernels.adapters import SlotLowRank, SlotTokens
 from quire.kernels.weights.base import QuantizedWeight, Weight
 from quire.layers.linear import FusedLinear, ReplicatedLinear, RowParallelLinear
 from quire.layers.matrices import MatrixPart
@@ -132,9 +132,9 @@ class MatrixSlots:
         self.ops.add_low_rank(out, x, self.low_rank(tokens))
         return out
 
-    def low_rank(self, tokens: SlotTokens) -> LowRank:
+    def low_rank(self, tokens: SlotTokens) -> SlotLowRank:
         """The slots' low-rank changes, for these tokens."""
-        return LowRank(self.a, self.b, tokens, self.bounds)
+        return SlotLowRank(self.a, self.b, tokens, self.bounds)
 
     @property
     def is_plain(self) -> bool:

@@ -425,7 +425,7 @@ class Encoding:
             self._drop_partial()
 
     def _drop_partial(self) -> None:
-        """Stop encoding what nobody waits for."""
+        """Stop encoding items that no request waits for."""
         if self._partial is not None and not self._partial.holders:
             self._evict(self._partial)
 

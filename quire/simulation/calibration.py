@@ -96,7 +96,7 @@ class StepTimer:
         self._was_idle = True
 
 
-class Calibration:
+class CalibrationRun:
     """Runs batches on an engine, and keeps what their steps took."""
 
     def __init__(
@@ -279,7 +279,7 @@ def calibrate(
     """Run batches of many shapes on this engine, and fit a cost model to their steps. `tokens`, `seconds`: most prompt
     tokens of a part of it, and about how long it takes. `clock`: what times steps."""
     info, core = llm.llm_engine.info, llm.llm_engine.core
-    measured = Calibration(llm, tokens, seconds, say, clock)
+    measured = CalibrationRun(llm, tokens, seconds, say, clock)
     with _PowerMeter(llm) as meter:
         measured.run()
     decodes = sum(not shape.prompt_tokens for shape in measured.shapes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quire.kernels.adapters import LowRank, SlotTokens
+from quire.kernels.adapters import SlotLowRank, SlotTokens
 from quire.kernels.gates import gate_mul
 from quire.kernels.reference import TorchOps
 from tests.adapters.low_rank import CASES, expected, random_case
@@ -27,9 +27,9 @@ ON_CARD: list[Case] = [
 """Matrices of an 8B model."""
 
 
-def on_device(case: Case, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, LowRank]:
+def on_device(case: Case, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, SlotLowRank]:
     out, x, a, b, slots = (tensor.to(DEVICE) for tensor in random_case(*case, dtype))
-    return out, x, LowRank(a, b, SlotTokens(slots, range(case[5])), case[2])
+    return out, x, SlotLowRank(a, b, SlotTokens(slots, range(case[5])), case[2])
 
 
 def assert_near(found: torch.Tensor, wanted: torch.Tensor) -> None:
@@ -87,7 +87,7 @@ def test_products_that_expand_in_their_epilogue(
     given = ((gain, 1e-5) if norm else None, stream.clone() if residual else None, "silu" if silu else "")
     # In float32: in 16 bits the plain computation rounds the norm, the product, and the sum with what adapters add.
     own = stream.float() if residual else None
-    wide = LowRank(low.a.float(), low.b.float(), low.tokens, low.bounds)
+    wide = SlotLowRank(low.a.float(), low.b.float(), low.tokens, low.bounds)
     norms = (gain.float(), 1e-5) if norm else None
     wanted, carried = TorchOps().adapted_linear(x.float(), weight.float(), bias.float(), wide, norms, own, given[2])
     found, left = TritonOps().adapted_linear(x, weight, bias, low, *given)

@@ -1,4 +1,4 @@
-"""Fronts that share a port have about as many connections each, whoever is woken first."""
+"""Fronts that share a port have about as many connections each, in whatever order they are woken."""
 
 from __future__ import annotations
 

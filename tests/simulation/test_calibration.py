@@ -83,7 +83,7 @@ def test_a_timer_tells_each_step_its_own_time(in_flight: int) -> None:
     for handle in handles:
         timer.collect(handle)
     slow.now += 1000.0
-    timer.rest()  # idle: nobody's time
+    timer.rest()  # idle: not a step's time
     timer.collect(timer.submit(plan(4, 3, [])))
     assert [(shape.decodes, seconds) for shape, seconds in timer.steps] == [(n, float(n)) for n in (5, 50, 7, 9, 3)]
 

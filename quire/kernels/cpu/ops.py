@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from quire.kernels.adapters import LowRank
+from quire.kernels.adapters import SlotLowRank
 from quire.kernels.cpu.build import library
 from quire.kernels.cpu.tape import TapeArena
 from quire.kernels.gates import PLAIN_EXPERTS, ExpertVariant
@@ -77,7 +77,7 @@ class CpuOps(TorchOps):
         run(pack(*pointers, rows, width, depth, x_stride, weight_stride, threads))
         return out
 
-    def add_low_rank(self, out: torch.Tensor, x: torch.Tensor, low: LowRank) -> None:
+    def add_low_rank(self, out: torch.Tensor, x: torch.Tensor, low: SlotLowRank) -> None:
         a, b, tokens, bounds = low
         kernel = self._low_rank.get(x.dtype)
         is_plain = a.dtype == b.dtype == out.dtype == x.dtype and x.stride(1) == 1 and out.stride(1) == 1

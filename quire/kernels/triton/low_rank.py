@@ -29,7 +29,7 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.kernels.adapters import LowRank
+from quire.kernels.adapters import SlotLowRank
 from quire.kernels.triton.gates import gate_mul
 from quire.kernels.triton.launch import INTERPRETED, gdc_launch_dependents, gdc_wait, num_sms, pdl
 from quire.kernels.triton.moe.layout import SPAN, ExpertLayout, arrange
@@ -265,7 +265,7 @@ def _splits(tokens: int, depth: int) -> int:
     return min(most, max(1, triton.next_power_of_2(depth // LEAST_SPLIT + 1) // 2))
 
 
-def together(x: torch.Tensor, low: LowRank, product: Callable[[], torch.Tensor]) -> tuple[Inner, torch.Tensor]:
+def together(x: torch.Tensor, low: SlotLowRank, product: Callable[[], torch.Tensor]) -> tuple[Inner, torch.Tensor]:
     """(`shrink`, the product with x): at the same time, if both are being captured. The product of many rows leaves
     some multiprocessors idle, and neither needs the other."""
     if len(x) <= FEW_TOKENS or not OVERLAPS or INTERPRETED or not torch.cuda.is_current_stream_capturing():
@@ -286,7 +286,7 @@ def _side_stream(device: int) -> torch.cuda.Stream:
     return torch.cuda.Stream(device, priority=-1)
 
 
-def layout_of(low: LowRank) -> ExpertLayout:
+def layout_of(low: SlotLowRank) -> ExpertLayout:
     """The pass's tokens sorted by slot, those without one last; made once a pass."""
     made, slots, count = low.tokens.made, low.tokens.slots, len(low.a)
     if count not in made:
@@ -300,7 +300,7 @@ def layout_of(low: LowRank) -> ExpertLayout:
 
 
 def shrink(
-    x: torch.Tensor, low: LowRank, residual: torch.Tensor | None = None,
+    x: torch.Tensor, low: SlotLowRank, residual: torch.Tensor | None = None,
     norm: tuple[torch.Tensor, float] | None = None,
 ) -> Inner:  # fmt: skip
     """The inner products of x [tokens, in]; of up to FEW_TOKENS also of the norm of x, or of residual + x."""
@@ -329,7 +329,7 @@ def shrink(
     return Inner(inner, layout)
 
 
-def expand(inner: Inner, low: LowRank, out: torch.Tensor, activation: str = "") -> torch.Tensor:
+def expand(inner: Inner, low: SlotLowRank, out: torch.Tensor, activation: str = "") -> torch.Tensor:
     """Add b times the inner products to `out`. With an activation `out` holds a gate and as many features after it, and
     the result is `gate_mul` of them, a new tensor."""
     splits, tokens, ranks = inner.sums.shape
@@ -358,6 +358,6 @@ def expand(inner: Inner, low: LowRank, out: torch.Tensor, activation: str = "") 
     return out if features is None else features
 
 
-def is_supported(low: LowRank) -> bool:
+def is_supported(low: SlotLowRank) -> bool:
     """Whether the kernels can take these matrices."""
     return low.a.is_contiguous() and low.b.is_contiguous() and len(low.bounds) <= MAX_PARTS + 1

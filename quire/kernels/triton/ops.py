@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from quire.kernels.adapters import LowRank
+from quire.kernels.adapters import SlotLowRank
 from quire.kernels.base import CompilableKernel
 from quire.kernels.gates import PLAIN_EXPERTS, ExpertVariant
 from quire.kernels.kv import LayerKV
@@ -382,7 +382,7 @@ class TritonOps(TorchOps):
         kernel = prepare_latent if _is_supported(latent) and cache.stride(2) == 1 else super().prepare_latent
         kernel(q, latent, positions, cos_sin, gain, eps, cache, slots, interleaved)
 
-    def add_low_rank(self, out: torch.Tensor, x: torch.Tensor, low: LowRank) -> None:
+    def add_low_rank(self, out: torch.Tensor, x: torch.Tensor, low: SlotLowRank) -> None:
         if _is_supported(x) and _is_supported(out) and low_rank.is_supported(low):
             low_rank.expand(low_rank.shrink(x, low), low, out)
         else:
@@ -393,7 +393,7 @@ class TritonOps(TorchOps):
         x: torch.Tensor | None,
         weight: Weight,
         bias: torch.Tensor | None,
-        low: LowRank,
+        low: SlotLowRank,
         norm: tuple[torch.Tensor, float] | None = None,
         residual: torch.Tensor | None = None,
         activation: str = "",

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.kernels.adapters import LowRank
+from quire.kernels.adapters import SlotLowRank
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Gemm:
     silu: bool = False
     stream: torch.Tensor | None = None
     """Output of residual + x."""
-    low: LowRank | None = None
+    low: SlotLowRank | None = None
     """What adapters change (`vector`)…"""
     inner: torch.Tensor | None = None
     """…and the rows' inner products with it, which another kernel has computed."""

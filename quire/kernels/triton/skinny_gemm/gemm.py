@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from quire.kernels.adapters import LowRank
+from quire.kernels.adapters import SlotLowRank
 from quire.kernels.triton.skinny_gemm.common import Gemm, GemmConfig, GemmLaunch
 from quire.kernels.triton.skinny_gemm.direct import direct_launch
 from quire.kernels.triton.skinny_gemm.dot import dot_launch
@@ -71,7 +71,7 @@ def skinny_adapted_linear(
     norm: tuple[torch.Tensor, float] | None,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    low: LowRank,
+    low: SlotLowRank,
     inner: torch.Tensor,
     silu: bool,
     config: GemmConfig,
