@@ -5,15 +5,14 @@ from __future__ import annotations
 import functools
 import hashlib
 import itertools
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from quire.errors import ValidationError
 from quire.messages.adapter_use import AdapterUse
 from quire.messages.media import IMAGE, MediaItem, Span
+from quire.simulation.trace_files import TRACE_BLOCK, json_lines
 
 VOCABULARY = 30_000
 """Token ids are drawn below this."""
@@ -23,8 +22,6 @@ CHARACTERS_PER_TOKEN = 4
 """Of such a text, about."""
 PLACEHOLDER = 5
 """Token id where an image is."""
-TRACE_BLOCK = 512
-"""Tokens per entry of a trace's `hash_ids`, as in the traces that Mooncake published."""
 
 
 @dataclass(frozen=True)
@@ -220,28 +217,6 @@ def _images(value: Any, where: str) -> tuple[tuple[str, int], ...]:
             raise ValidationError(f"{where}: images must be a list of tokens, or of [name, tokens]; got {value!r}")
         found.append((str(name), tokens))
     return tuple(found)
-
-
-def json_lines(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The objects of a JSONL file, each with its file and line for error messages."""
-    if not Path(path).is_file():
-        raise ValidationError(f"there is no file {path!r}")
-    is_empty = True
-    with open(path, "rb") as file:
-        for number, text in enumerate(file, 1):
-            where = f"{path}, line {number}"
-            if not text.strip():
-                continue
-            try:
-                line = json.loads(text)
-            except ValueError as error:
-                raise ValidationError(f"{where}: not JSON: {error}") from error
-            if not isinstance(line, dict):
-                raise ValidationError(f"{where}: not a JSON object")
-            is_empty = False
-            yield where, line
-    if is_empty:
-        raise ValidationError(f"{path} is empty")
 
 
 def _number(line: dict[str, Any], name: str, where: str) -> float:

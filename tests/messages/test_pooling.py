@@ -36,9 +36,9 @@ def test_out_of_range(fields: dict[str, Any], parameter: str) -> None:
 
 
 def test_the_older_name() -> None:
-    assert not PoolingParams(normalize=False).is_normalized
-    assert PoolingParams(normalize=True, use_activation=True).is_normalized
-    assert PoolingParams().is_normalized
+    assert not PoolingParams(normalize=False).is_activated
+    assert PoolingParams(normalize=True, use_activation=True).is_activated
+    assert PoolingParams().is_activated
 
 
 def test_a_round_trip_through_bytes() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from quire.cli.bench.images import with_files
 from quire.errors import ValidationError
-from quire.simulation.load import TRACE_BLOCK, json_lines
+from quire.simulation.trace_files import TRACE_BLOCK, json_lines
 
 Message = dict[str, Any]
 
