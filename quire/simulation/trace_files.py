@@ -1,4 +1,4 @@
-"""Files of traces, as `quire simulate` and `quire bench serve` read them. No numpy: a load generator does not need it."""
+"""Files of traces, as `quire simulate` and `quire bench serve` read them; imports no numpy, for the load generator."""
 
 from __future__ import annotations
 
