@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import asyncio
 import contextlib
 import logging
@@ -69,7 +70,7 @@ class EngineHandle(Protocol):
     def stop(self) -> None: ...
 
 
-class LinkedEngine:
+class LinkedEngine(abc.ABC):
     """The asyncio end of a socket to an engine's loop. Subclasses say where the loop runs, and how it ends."""
 
     info: EngineInfo
@@ -94,26 +95,26 @@ class LinkedEngine:
     """Ends the loop as soon as that can be done; calling it twice is fine."""
 
     @property
+    @abc.abstractmethod
     def pid(self) -> int:
         """The process of the loop."""
-        raise NotImplementedError
 
     @property
+    @abc.abstractmethod
     def _title(self) -> str:
         """What has ended, in reasons."""
-        raise NotImplementedError
 
     @property
-    def _has_ended(self) -> bool:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def _has_ended(self) -> bool: ...
 
+    @abc.abstractmethod
     def _describe_end(self) -> str:
         """How it ended, in words."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def _wait_for_end(self, seconds: float) -> bool:
         """Whether it ends within `seconds`."""
-        raise NotImplementedError
 
     # Messages
 

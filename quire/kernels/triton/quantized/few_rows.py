@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from quire.kernels.triton.launch import gdc_launch_dependents, gdc_wait, num_sms, pdl
-from quire.kernels.triton.quantized.gemm import WeightOnlyConfig, WeightOnlyGemm, WeightOnlyLaunch, WordWeight
+from quire.kernels.triton.quantized.gemm import WeightOnlyConfig, WeightOnlyGemm, WeightOnlyLaunch
 from quire.kernels.triton.quantized.layouts import (
     arange,
     batch_layouts,
@@ -224,11 +224,6 @@ def few_launch(gemm: WeightOnlyGemm, config: WeightOnlyConfig) -> WeightOnlyLaun
     if config.programs:
         programs = min(programs, config.programs * num_sms())
     return WeightOnlyLaunch(_few, programs, arguments, constants | {"SILU": gemm.silu}, out)
-
-
-def fits(weight: WordWeight, config: WeightOnlyConfig) -> bool:
-    """Whether a warp's loop is short enough to be unrolled."""
-    return triton.cdiv(weight.inputs // weight.span, config.warps) <= MAX_CHUNKS
 
 
 @functools.cache

@@ -239,7 +239,6 @@ class BatchLayouts(NamedTuple):
     slice_b: Any
     input_b: Any
     row_b: Any
-    b: Any
     total: Any
     """[s, outputs, rows]."""
     output_y: Any
@@ -264,7 +263,6 @@ def batch_layouts(warps: int, words: int, rows: int) -> BatchLayouts:
         slice_b=gl.SliceLayout(1, gl.SliceLayout(2, b)),
         input_b=gl.SliceLayout(0, gl.SliceLayout(2, b)),
         row_b=gl.SliceLayout(0, gl.SliceLayout(1, b)),
-        b=b,
         total=total,
         output_y=gl.SliceLayout(1, y),
         row_y=gl.SliceLayout(0, y),
