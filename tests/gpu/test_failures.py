@@ -147,7 +147,7 @@ def test_a_card_that_is_really_full(
         ties.compare(prompt, ours.outputs[0].token_ids, theirs.outputs[0].token_ids)
     ties.report("a full card")
     assert "ran out of memory: steps have at most" in caplog.text
-    assert llm.llm_engine.core.scheduler.lower_budget(10**9) < 4096
+    assert llm.llm_engine.core.scheduler.budget < 4096  # no step has run since there is memory again
 
 
 def write_wide_model(folder: Path) -> Path:
