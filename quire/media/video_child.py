@@ -29,7 +29,8 @@ def main(kind: str, most: int, fps: float, most_pixels: int) -> None:
     resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
     out = sys.stdout.buffer
     # The container is what the file's first bytes say, and nothing that a file names is opened.
-    container = av.open(io.BytesIO(data), format=kind, options={"protocol_whitelist": ""}, metadata_errors="ignore")
+    nothing = {"protocol_whitelist": ""}
+    container = av.open(io.BytesIO(data), "r", format=kind, options=nothing, metadata_errors="ignore")
     if not container.streams.video:
         raise ValueError("it has no picture")
     stream = container.streams.video[0]
@@ -37,7 +38,7 @@ def main(kind: str, most: int, fps: float, most_pixels: int) -> None:
     width, height = int(stream.codec_context.width), int(stream.codec_context.height)
     if width < 1 or height < 1:
         raise ValueError("its frames have no size")
-    seconds = float(stream.duration * stream.time_base) if stream.duration else 0.0
+    seconds = float(stream.duration * stream.time_base) if stream.duration and stream.time_base else 0.0
     if not seconds and container.duration:
         seconds = container.duration / av.time_base
     if not 0 <= seconds < LONGEST_SECONDS:
