@@ -52,6 +52,17 @@ def test_every_token_gets_the_product_of_its_slot(dtype: torch.dtype, case: Case
         assert_near(again, expected(torch.zeros_like(out), x, low.a, low.b, low.tokens.slots, low.bounds))
 
 
+@pytest.mark.parametrize("activation", ["", "silu"])
+def test_a_program_takes_several_tiles(monkeypatch: pytest.MonkeyPatch, activation: str) -> None:
+    monkeypatch.setattr(low_rank, "EXPAND_PROGRAMS", 0)  # one program for each block of outputs
+    out, x, low = on_device((53, 2, (0, 70, 140), 40, 4, 3), torch.float32)
+    low.tokens.slots[::7] = -1
+    wanted = expected(out, x, low.a, low.b, low.tokens.slots, low.bounds)
+    if activation:
+        wanted = gate_mul(wanted.float(), activation)
+    assert_near(low_rank.expand(low_rank.shrink(x, low), low, out, activation), wanted)
+
+
 @pytest.mark.parametrize("case", [(3, 2, (0, 70, 140), 40, 4, 2), (21, 2, (0, 140, 280), 40, 4, 3)], ids=str)
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 def test_gates_are_applied_to_all_rows(case: Case, activation: str) -> None:

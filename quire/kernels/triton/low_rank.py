@@ -48,6 +48,9 @@ LOADING_TOKENS = (64, 1024, 4097)
 """Tokens that between them need every kernel for tiles."""
 LEAST_SPLIT = 512
 """…so many inputs at least."""
+EXPAND_PROGRAMS = 8
+"""Programs that expand tiles, on each multiprocessor: as many as are resident at once. Each takes several tiles, since
+most tiles of a layout are unused where few adapters occur."""
 OVERLAPS = True
 """Whether captured steps shrink beside the base's product."""
 
@@ -221,20 +224,23 @@ def _grown(
     return total
 
 
-@triton.jit(do_not_specialize=["tokens", "slots"])
+@triton.jit(do_not_specialize=["tokens", "slots", "tiles"])
 def _expand_tiles(
-    inner, b, order, spans, out, features, tokens, slots, out_stride, first, second, third,
+    inner, b, order, spans, out, features, tokens, slots, tiles, out_stride, first, second, third,
     WIDTH: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr, SPLITS: tl.constexpr, SPAN: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
     ACTIVATION: tl.constexpr,
 ):  # fmt: skip
-    """Some outputs of a tile's tokens; as `_expand_few`. With an ACTIVATION also of the tokens without a slot."""
+    """Some outputs of the tokens of every n-th tile; as `_expand_few`. With an ACTIVATION also of the tokens without a
+    slot. Unused tiles are the last ones: a program ends at the first of them."""
     GATED: tl.constexpr = ACTIVATION != ""
     N: tl.constexpr = WIDTH // 2 if GATED else WIDTH
-    slot, start, stop = _span(spans, tl.program_id(1), SPAN)
-    if slot < slots + (1 if GATED else 0):
+    columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    end = slots + (1 if GATED else 0)
+    tile = tl.program_id(1)
+    slot, start, stop = _span(spans, tile, SPAN)
+    while slot < end:
         rows, exists, token = _tokens_of(order, start, stop, BLOCK_T)
-        columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
         mask = exists[:, None] & (columns < N)[None, :]
         place = out + token[:, None] * out_stride + columns[None, :]
         total = tl.load(place, mask=mask, other=0.0).to(tl.float32)
@@ -253,6 +259,10 @@ def _expand_tiles(
             total = gate_mul(total, up, ACTIVATION)
             place = features + token[:, None] * N + columns[None, :]
         tl.store(place, total.to(out.dtype.element_ty), mask=mask)
+        tile += tl.num_programs(1)
+        slot = end
+        if tile < tiles:
+            slot, start, stop = _span(spans, tile, SPAN)
 
 
 def _tile_size(tokens: int) -> int:
@@ -349,9 +359,11 @@ def expand(inner: Inner, low: SlotLowRank, out: torch.Tensor, activation: str = 
     else:
         layout = inner.layout
         precision = "ieee" if low.b.dtype == torch.float32 else "tf32"
-        _expand_tiles[(triton.cdiv(outputs, BLOCK_N), layout.tiles)](
-            inner.sums, low.b, layout.order, layout.spans, out, features, tokens, len(low.b), out.stride(0),
-            *bounds, SPLITS=splits, SPAN=SPAN, BLOCK_T=_tile_size(tokens), BLOCK_R=min(64, block_r),
+        blocks = triton.cdiv(outputs, BLOCK_N)
+        programs = min(layout.tiles, max(1, EXPAND_PROGRAMS * num_sms() // blocks))
+        _expand_tiles[(blocks, programs)](
+            inner.sums, low.b, layout.order, layout.spans, out, features, tokens, len(low.b), layout.tiles,
+            out.stride(0), *bounds, SPLITS=splits, SPAN=SPAN, BLOCK_T=_tile_size(tokens), BLOCK_R=min(64, block_r),
             PRECISION=precision, num_warps=4 if tokens <= LARGE_TOKENS else 8, num_stages=1,
             **constants,
         )  # fmt: skip
