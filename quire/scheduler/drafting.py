@@ -389,7 +389,8 @@ class Drafting:
         if self.tuner is not None:
             decodes = len(step.requests)
             if decodes and decodes == step.num_decodes and not step.awaits_moves:
-                self.tuner.note_step(decodes, step.num_drafts, step.proposals, seconds)
+                context = int(self._rows.known[step.rows].sum())
+                self.tuner.note_step(decodes, step.num_drafts, step.proposals, seconds, context)
         self._note_draws(step, result, live)
         if step.proposals and result.drafts:
             made = np.array([len(drafts) for drafts in result.drafts], np.int64)

@@ -167,3 +167,80 @@ def test_times_of_steps_not_measured_follow_from_prices() -> None:
     found = times.expected(8, np.array([0, 4, 32, 8]), np.array([0, 0, 0, 2]))
     assert found == pytest.approx([2, 2.1, 2.8, 2.4], rel=0.1)
     assert times.expected(9, np.array([0]), np.array([0])) == pytest.approx([2]), "about as many rows"
+
+
+def test_longer_contexts_do_not_make_other_steps_look_faster() -> None:
+    """Steps become longer by the same for every number of drafts, and those that are not run now are not measured."""
+    times, context = StepTimes(), 256 * 100
+    for step in range(400):
+        context += 256
+        drafts = 256 if step < 20 else 0
+        seconds = 9.0 + 5.0 * drafts / 256 + 3e-5 * (context - 256 * 100)
+        times.note(256, drafts, 0, seconds, context)
+    plain, one = times.expected(256, np.array([0, 256]), np.array([0, 0]))
+    assert one - plain == pytest.approx(5.0, abs=0.5)
+
+
+def test_a_number_of_rows_not_measured_begins_with_prices_of_a_similar_one() -> None:
+    times = StepTimes()
+    for _ in range(4):
+        for drafts, proposals in ((0, 0), (256, 1), (512, 2)):
+            times.note(256, drafts, proposals, compute_bound(256, drafts, proposals))
+    for rows in (181, 151):
+        assert not times.needs_plain(rows)
+        for _ in range(4):
+            times.note(rows, rows, 1, compute_bound(rows, rows, 1))
+        found = times.expected(rows, np.array([0, 2 * rows]), np.array([0, 2]))
+        assert found == pytest.approx([compute_bound(rows, 0, 0), compute_bound(rows, 2 * rows, 2)], rel=0.1)
+    assert times.needs_plain(4), "too few rows to be similar"
+    for _ in range(80):
+        times.note(151, 151, 1, compute_bound(151, 151, 1))
+    assert times.needs_plain(151), "after a while it is measured"
+
+
+def test_drafts_are_verified_while_rows_leave_one_by_one() -> None:
+    tuner, rng, made = Tuner(200, 3), rng_of("leaving"), 0
+    drafts_of: list[float] = []
+    for step in range(300):
+        rows = np.arange(200 if step < 80 else 200 - (step - 80) // 2)
+        drafts, proposals = tuner.choose(rows, np.full(len(rows), made), True)
+        made = proposals
+        accepted = np.where(rng.random() < 0.95, drafts, 0)
+        seconds = memory_bound(len(rows), int(drafts.sum()), proposals)
+        tuner.note_step(len(rows), int(drafts.sum()), proposals, seconds)
+        tuner.note_draws(rows, drafts, accepted)
+        drafts_of.append(float(drafts.mean()))
+    assert np.mean(drafts_of[80:]) > 2.5
+
+
+def test_a_proposer_that_always_runs_does_not_keep_drafts_from_being_verified() -> None:
+    """It keeps its cache up to date: no step is without its proposals."""
+    tuner, rows, chosen = Tuner(4, 3), np.arange(4), []
+    for _ in range(700):
+        drafts, proposals = tuner.choose(rows, np.full(4, 3), True)
+        tuner.note_step(4, int(drafts.sum()), max(1, proposals), memory_bound(4, int(drafts.sum()), max(1, proposals)))
+        tuner.note_draws(rows, drafts, drafts)
+        chosen.append(float(drafts.mean()))
+    assert np.mean(chosen[100:]) > 2.8
+
+
+def test_rows_alike_get_the_same_number_of_drafts() -> None:
+    """What luck gave some rows is not taken for a difference, and a difference is not taken for luck."""
+
+    def seconds(rows: int, drafts: int, proposals: int) -> float:
+        return 1.0 + 0.6 * drafts / rows + 0.02 * proposals
+
+    alike = np.array(Simulation([0.8] * 200, seconds, most=3).run(400).chosen[200:])
+    assert (alike == 1).mean() > 0.9
+    mixed = np.array(Simulation([0.8] * 100 + [0.1] * 100, seconds, most=3).run(400).chosen[200:])
+    assert mixed[:, :100].mean() > 0.8 and mixed[:, 100:].mean() < 0.1
+
+
+def test_the_device_makes_no_more_drafts_than_pay_for_all_rows() -> None:
+    """A second draft of a few rows does not pay if the proposer must make it for all."""
+
+    def seconds(rows: int, drafts: int, proposals: int) -> float:
+        return 1.0 + 0.2 * drafts / rows + 0.3 * proposals
+
+    one = Simulation([0.97] * 4 + [0.7] * 60, seconds, most=3).run(400)
+    assert np.array(one.chosen[200:]).max(1).mean() < 1.2 and one.speedup > 1.05
