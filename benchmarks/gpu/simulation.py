@@ -328,7 +328,11 @@ class Run:
         most = 2 * args.calibration_seconds + 120
         if math.isfinite(self.deadline.limit):
             most = min(most, self.deadline.left - self._start_seconds - self._load_seconds - ENDING)
-        subprocess.run(command, check=True, timeout=max(1.0, most), env={**os.environ, "PYTHONUNBUFFERED": "1"})
+        try:
+            subprocess.run(command, check=True, timeout=max(1.0, most), env={**os.environ, "PYTHONUNBUFFERED": "1"})
+        except (subprocess.SubprocessError, OSError) as error:
+            print(f"calibration failed, so predictions are those of {self.costs.name}: {error}", flush=True)
+            return
         self.costs = read_profile(path)
 
     # Loads
