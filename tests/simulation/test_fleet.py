@@ -189,7 +189,7 @@ class Watched:
 def test_impossible_settings_are_refused() -> None:
     with pytest.raises(ValidationError, match="holds 6400"):
         simulate([single(6000, 500)])
-    with pytest.raises(ValidationError, match="at least one replica"):
+    with pytest.raises(ValidationError, match="from 1 to"):
         Fleet(FLAT, FleetOptions(replicas=0))
     with pytest.raises(ValidationError, match="not among the 2"):
         Fleet(FLAT, FleetOptions(replicas=2, kills=((2, 1.0),)))
