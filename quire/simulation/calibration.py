@@ -61,7 +61,7 @@ CACHE_SHARE = 0.6
 
 class StepTimer:
     """An executor that times the steps of another. A step's time is that since the one before was collected, or since
-    its own launch if nothing was in flight: what a stream would wait."""
+    its own launch if nothing was in flight."""
 
     def __init__(self, executor: Executor, max_rows: int, clock: Callable[[], float] = time.perf_counter) -> None:
         self._executor = executor
@@ -69,16 +69,23 @@ class StepTimer:
         self._clock = clock
         self._collected = float("-inf")
         self._was_idle = True
+        self._in_flight = 0
         self.steps: list[tuple[StepWork, float]] = []
+        self.pauses: list[float] = []
+        """Between steps while nothing was in flight: what the engine takes to end one and to plan the next."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._executor, name)
 
     def submit(self, plan: StepPlan) -> Any:
         shape, at = self._shapes.of(plan), self._clock()
+        if not self._in_flight and not self._was_idle:
+            self.pauses.append(at - self._collected)
         handle = self._executor.submit(plan)
-        was_idle, self._was_idle = self._was_idle, False
-        return handle, shape if plan.moves is None else None, at if was_idle else None
+        launched = at if self._was_idle or not self._in_flight else None
+        self._was_idle = False
+        self._in_flight += 1
+        return handle, shape if plan.moves is None else None, launched
 
     def supply(self, handle: Any, masks: StepMasks) -> None:
         self._executor.supply(handle[0], masks)
@@ -87,6 +94,7 @@ class StepTimer:
         inner, shape, launched = handle
         result = self._executor.collect(inner)
         now = self._clock()
+        self._in_flight -= 1
         if shape is not None and shape.tokens:
             self.steps.append((shape, now - (self._collected if launched is None else launched)))
         self._collected = now
@@ -132,6 +140,12 @@ class CalibrationRun:
             self._until = self._clock() + share * self._seconds
             self._llm.reset_prefix_cache()
             measure()
+
+    @property
+    def host_seconds(self) -> float:
+        """What the engine takes between two steps, if the device waits for it."""
+        is_alone = not self._engine.core.pipeline_depth
+        return statistics.median(self._timer.pauses) if is_alone and self._timer.pauses else 0.0
 
     def _note(self, steps: Sequence[tuple[StepWork, float]]) -> None:
         for shape, took in _typical(steps):
@@ -298,7 +312,7 @@ def calibrate(
         max_num_batched_tokens=info.max_num_batched_tokens, pipeline_depth=core.pipeline_depth, watts=meter.watts,
         layers=info.model.num_layers, hidden_size=info.model.hidden_size, weight_bytes=info.weight_bytes,
         kv_bytes_per_token=info.block_bytes // info.block_size,
-        host_out_rate=out, host_back_rate=back, disk_rate=disk,
+        host_out_rate=out, host_back_rate=back, disk_rate=disk, host_seconds=measured.host_seconds,
         expert_bytes=experts and experts.num_bytes, moe_layers=experts and experts.layers,
         experts_per_token=experts and experts.per_token,
     )  # fmt: skip

@@ -413,6 +413,8 @@ class Fleet:
 
     def _advance(self, replica: SimulatedReplica) -> StepOutputs:
         """One step of the replica's loop. Sets its clock to the end."""
+        if not self.costs.pipeline_depth:
+            replica.clock.now += self.costs.host_seconds
         before = replica.clock.now
         outputs = replica.core.step()
         replica.steps += 1

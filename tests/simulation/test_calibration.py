@@ -79,6 +79,7 @@ class Slow:
 
 @pytest.mark.parametrize("in_flight", [0, 1])
 def test_a_timer_tells_each_step_its_own_time(in_flight: int) -> None:
+    """…and, where nothing is in flight, what the engine takes between steps: 2 here."""
     slow = Slow()
     timer = StepTimer(slow, 64, lambda: slow.now)  # type: ignore[arg-type]
     handles = []
@@ -86,12 +87,14 @@ def test_a_timer_tells_each_step_its_own_time(in_flight: int) -> None:
         handles.append(timer.submit(plan(step, size, [])))
         if len(handles) > in_flight:
             timer.collect(handles.pop(0))
+        slow.now += 2.0
     for handle in handles:
         timer.collect(handle)
     slow.now += 1000.0
     timer.rest()  # idle: not a step's time
     timer.collect(timer.submit(plan(4, 3, [])))
     assert [(shape.decodes, seconds) for shape, seconds in timer.steps] == [(n, float(n)) for n in (5, 50, 7, 9, 3)]
+    assert timer.pauses == [2.0] * (0 if in_flight else 3)
 
 
 @pytest.mark.parametrize("flags", [[], ["--threads", "2"], ["--threads", "1", "--device", "cuda"]])

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from quire import LLM, SamplingParams
@@ -55,6 +56,14 @@ def test_a_lone_request_takes_the_sum_of_its_steps() -> None:
     assert result.percentile("tpot", 50) == pytest.approx(sum(seconds[2:]) / 3)
     assert result.duration == pytest.approx(3.0 + sum(seconds))
     assert result.busy == [pytest.approx(sum(seconds))]
+
+
+def test_the_engine_takes_its_time_between_steps_that_do_not_overlap() -> None:
+    costs = msgspec.structs.replace(FLAT, host_seconds=0.002, pipeline_depth=0)
+    times = [Fleet(each).run([single(10, 20)]).values("e2el")[0] for each in (FLAT, costs)]
+    assert times[1] - times[0] == pytest.approx(20 * 0.002), "before each of twenty steps"
+    overlapped = msgspec.structs.replace(costs, pipeline_depth=1)
+    assert Fleet(overlapped).run([single(10, 20)]).values("e2el")[0] == pytest.approx(times[0])
 
 
 def test_what_is_computed_is_counted_whatever_the_batches() -> None:
