@@ -1,6 +1,6 @@
 """The simulator against the card: calibrate, measure three loads and a better setting, and compare with predictions.
 
-    python -m benchmarks.gpu.simulation [--model FOLDER] [--parts calibrate loads sweep]
+    python -m benchmarks.gpu.simulation [--model FOLDER] [--parts calibrate loads sweep] [--limit SECONDS]
     python -m benchmarks.gpu.simulation --model benchmarks/gpu/models/qwen3-0.6b
     python -m benchmarks.gpu.simulation --small          # a CPU and the default model: the same steps, a few minutes
 
@@ -10,9 +10,11 @@
    each load takes about `--seconds`.
 3. The simulator sweeps settings for the closed loop; an engine with the best one runs that load, and the Poisson load.
 
-Of an engine there is one at a time. Results go to `--output` (default: $OUT, else a temporary folder): the profile as
-`profile.json`, everything else as `simulation.json`. A part that fails prints its traceback, and the others go on; with
-`--profile` the first part is left out.
+Of an engine there is one at a time, and nothing is simulated while it serves: simulations run in other processes while
+engines start and end. Results go to `--output` (default: $OUT, else a temporary folder) as soon as they are known: the
+profile as `profile.json`, everything else as `simulation.json`. A part that fails prints its traceback, and the others
+go on. With `--limit` what would not end within so many seconds does not begin, and the output says so; with `--profile`
+the first part is left out.
 """
 
 from __future__ import annotations
@@ -32,8 +34,8 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -61,6 +63,12 @@ FALLBACK = "h200-llama-3.1-8b"
 METRICS = ("output tok/s", "ttft p50", "ttft p99", "tpot p50", "tpot p99")
 LIMITS = (0.10, 0.10, 0.20, 0.10, 0.20)
 """How far off each may be."""
+ENDING = 5.0
+"""Seconds that are kept to end an engine and to write results."""
+WORKERS = 8
+"""Processes that simulate."""
+BEGIN = time.perf_counter() - time.process_time()
+"""When this process began, nearly."""
 
 
 @dataclass(frozen=True)
@@ -180,14 +188,14 @@ async def _drive(llm: AsyncLLM, load: Load, prompts: Sequence[list[int]]) -> Fig
     return Figures(sum(each[2] for each in done) / duration, [1000 * each[0] for each in done], tpot, duration)
 
 
-async def measure(llm: AsyncLLM, load: Load, seconds: float) -> Figures:
-    """Warm up with the beginning of the load, empty the prefix cache, run the load."""
+async def measure(llm: AsyncLLM, load: Load, most: float) -> Figures:
+    """Warm up with the beginning of the load, empty the prefix cache, run the load; in at most so many seconds each."""
     prompts = load.prompts(llm.info.model.vocab_size)
     warm = replace(load, conversations=load.conversations[: max(2, int(WARM_SHARE * len(prompts)))])
     others = [[token // 2 + 1 for token in prompt] for prompt in prompts[: len(warm.conversations)]]
-    await asyncio.wait_for(_drive(llm, warm, others), 20 + 3 * seconds)
+    await asyncio.wait_for(_drive(llm, warm, others), most)
     await llm.reset_prefix_cache()
-    return await asyncio.wait_for(_drive(llm, load, prompts), 20 + 3 * seconds)
+    return await asyncio.wait_for(_drive(llm, load, prompts), most)
 
 
 async def measure_front(llm: AsyncLLM, costs: CostModel) -> float:
@@ -200,52 +208,42 @@ async def measure_front(llm: AsyncLLM, costs: CostModel) -> float:
     return max(0.0, statistics.median(seen[ALONE // 4 :]) - alone)
 
 
-@contextlib.contextmanager
-def engine(args: argparse.Namespace, size: Size, **settings: Any) -> Any:
-    """An `AsyncLLM` that is shut down at the end."""
-    begin = time.perf_counter()
-    llm = AsyncLLM(args.model, **_settings(args, size), **settings)
-    print(f"an engine started in {time.perf_counter() - begin:.1f} s {settings or ''}", flush=True)
-    try:
-        yield llm
-    finally:
-        llm.shutdown()
+def options_of(llm: AsyncLLM, stretch: float = STREAM_STRETCH) -> FleetOptions:
+    """The settings of this engine."""
+    info = llm.info
+    return FleetOptions(
+        max_num_seqs=info.max_num_seqs, max_num_batched_tokens=info.max_num_batched_tokens, num_blocks=info.num_blocks,
+        max_step_stretch=stretch,
+    )  # fmt: skip
 
 
-def _settings(args: argparse.Namespace, size: Size) -> dict[str, Any]:
-    return {
-        "load_format": args.load_format, "skip_tokenizer_init": True, "max_model_len": size.max_model_len, "seed": 0,
-        "disable_log_stats": True, **args.settings,
-    }  # fmt: skip
-
-
-# Parts
-
-
-def calibrate(args: argparse.Namespace, size: Size, folder: Path) -> None:
-    """Write the profile, in a process of its own: its memory is free afterwards."""
-    command = [sys.executable, "-m", "quire.cli.main", "calibrate", "--model", args.model]
-    command += ["--load-format", args.load_format, "--max-model-len", str(size.max_model_len)]
-    command += ["--seconds", str(args.calibration_seconds), "-o", str(folder / "profile.json")]
-    subprocess.run(command, check=True, timeout=3 * args.calibration_seconds + 120)
+# Results
 
 
 class Report:
     """Measured and predicted figures, side by side."""
 
     def __init__(self) -> None:
-        self.rows: list[tuple[str, list[float], list[float]]] = []
+        self.rows: list[tuple[str, list[float], list[float] | None]] = []
 
-    def add(self, name: str, measured: Figures, predicted: Figures) -> None:
-        self.rows.append((name, measured.values(), predicted.values()))
-        print(f"{name}: measured {measured.duration:.1f} s, predicted {predicted.duration:.1f} s", flush=True)
+    def add(self, name: str, measured: Figures, predicted: Figures | None) -> None:
+        """A load was measured; what is predicted may follow."""
+        self.rows.append((name, measured.values(), None))
+        print(f"{name}: measured {measured.duration:.1f} s", flush=True)
+        if predicted is not None:
+            self.predict(name, predicted)
+
+    def predict(self, name: str, predicted: Figures) -> None:
+        """The prediction of a load that was measured."""
+        places = [place for place, row in enumerate(self.rows) if row[0] == name]
+        self.rows[places[-1]] = (*self.rows[places[-1]][:2], predicted.values())
 
     def lines(self) -> list[str]:
         """The table: measured, predicted, predicted / measured, and ! where that is too far off."""
         found = [f"{'':24}" + "".join(f"{name:>29}" for name in METRICS)]
         for name, measured, predicted in self.rows:
             cells = []
-            for seen, expected, limit in zip(measured, predicted, LIMITS, strict=True):
+            for seen, expected, limit in zip(measured, predicted or [math.nan] * len(LIMITS), LIMITS, strict=True):
                 ratio = expected / seen if seen else math.nan
                 cells.append(f"{seen:10.2f} {expected:10.2f} {ratio:5.2f}{' ' if abs(ratio - 1) <= limit else '!'} ")
             found.append(f"{name:24}" + "".join(f"{cell:>29}" for cell in cells))
@@ -254,96 +252,211 @@ class Report:
     def to_json(self) -> list[dict[str, Any]]:
         return [
             {"load": name, "measured": dict(zip(METRICS, seen, strict=True)),
-             "predicted": dict(zip(METRICS, expected, strict=True))}
+             "predicted": dict(zip(METRICS, expected, strict=True)) if expected else None}
             for name, seen, expected in self.rows
         ]  # fmt: skip
 
 
-def options_of(llm: AsyncLLM) -> FleetOptions:
-    """The settings of this engine."""
-    info = llm.info
-    return FleetOptions(
-        max_num_seqs=info.max_num_seqs, max_num_batched_tokens=info.max_num_batched_tokens, num_blocks=info.num_blocks
-    )
+@dataclass
+class Deadline:
+    """Seconds that everything may take."""
+
+    limit: float
+    begin: float
+
+    @property
+    def spent(self) -> float:
+        return time.perf_counter() - self.begin
+
+    @property
+    def left(self) -> float:
+        return self.limit - self.spent
+
+    def allows(self, what: str, seconds: float) -> bool:
+        """Whether something that takes so long may begin; says so if not."""
+        if seconds + ENDING <= self.left:
+            return True
+        print(f"left out: {what}: about {seconds:.0f} s, and {self.left:.0f} s are left", flush=True)
+        return False
 
 
-Swept = tuple[CostModel, FleetOptions, list[Load]]
-"""What the sweep needs: the profile with the front's part, the engine's settings, the loads."""
+class Run:
+    """The parts, and what they pass on."""
 
+    def __init__(self, args: argparse.Namespace, pool: ProcessPoolExecutor) -> None:
+        self.args = args
+        self.size = SMALL if args.small else Size()
+        self.folder = Path(args.output or tempfile.mkdtemp())
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.deadline = Deadline(args.limit, BEGIN)
+        self.report = Report()
+        self.found: dict[str, Any] = {"model": args.model}
+        self.costs = read_profile(args.profile or FALLBACK)
+        self._pool = pool
+        self._start_seconds = args.start_seconds
+        self._predictions: dict[str, Future[Figures]] = {}
+        self._loads: list[Load] = []
+        self._swept: list[list[float]] = []
+        """Figures of the closed loop by simulation: with the default settings, then those swept."""
+        self._options = FleetOptions()
 
-def measure_loads(args: argparse.Namespace, size: Size, costs: CostModel, report: Report) -> Swept:
-    """The three loads on one engine."""
-    with engine(args, size) as llm:
-        return asyncio.run(_measure_loads(llm, args, size, costs, report))
+    def write(self) -> None:
+        """Write what is known."""
+        known = {"profile": msgspec.to_builtins(self.costs), "loads": self.report.to_json()}
+        text = json.dumps(self.found | known | {"seconds": self.deadline.spent}, indent=1)
+        (self.folder / "simulation.json").write_text(text)
 
+    def part(self, name: str, do: Callable[[], None]) -> None:
+        """One part, if it is wanted; its failure does not stop the others."""
+        if name in self.args.parts:
+            try:
+                do()
+            except Exception:
+                traceback.print_exc()
+            self._collect_predictions()
+            self.write()
+            print(f"{name}: {self.deadline.spent:.0f} s so far", flush=True)
 
-async def _measure_loads(
-    llm: AsyncLLM, args: argparse.Namespace, size: Size, costs: CostModel, report: Report
-) -> Swept:
-    options = options_of(llm)
-    costs = msgspec.structs.replace(costs, front_seconds=await measure_front(llm, costs))
-    print(f"a request takes {1000 * costs.front_seconds:.2f} ms beside its steps")
-    loads = make_loads(costs, options, size, args.seconds)
-    for load in loads:
-        await _compare(llm, load, load.name, costs, options, args.seconds, report)
-    return costs, options, loads
+    # Calibration
 
+    def calibrate(self) -> None:
+        """Write the profile, in a process of its own: its memory is free afterwards."""
+        args, path = self.args, str(self.folder / "profile.json")
+        command = [sys.executable, "-m", "quire.cli.main", "calibrate", "--model", args.model]
+        command += ["--load-format", args.load_format, "--max-model-len", str(self.size.max_model_len)]
+        command += ["--seconds", str(args.calibration_seconds), "-o", path]
+        most = 2 * args.calibration_seconds + 120
+        if math.isfinite(self.deadline.limit):
+            most = min(most, self.deadline.left - self._start_seconds - self._load_seconds - ENDING)
+        try:
+            subprocess.run(command, check=True, timeout=max(1.0, most), env={**os.environ, "PYTHONUNBUFFERED": "1"})
+        except (subprocess.SubprocessError, OSError) as error:
+            print(f"calibration failed, so predictions are those of {self.costs.name}: {error}", flush=True)
+            return
+        self.costs = read_profile(path)
 
-async def _compare(
-    llm: AsyncLLM, load: Load, name: str, costs: CostModel, options: FleetOptions, seconds: float, report: Report
-) -> None:
-    """One load, measured and predicted."""
-    try:
-        measured = await measure(llm, load, seconds)
-        report.add(name, measured, simulate(costs, load, options))
-    except Exception:
-        traceback.print_exc()
+    # Loads
 
+    @property
+    def _load_seconds(self) -> float:
+        """What measuring one takes, with what warms it up."""
+        return (1.1 + WARM_SHARE) * self.args.seconds + 1
 
-def sweep(
-    args: argparse.Namespace, size: Size, costs: CostModel, options: FleetOptions, loads: list[Load], report: Report
-) -> dict[str, Any]:
-    """The setting with the highest throughput of the closed loop by simulation, measured."""
-    pairs = list(itertools.product(size.stretches, size.budgets))
-    tried = [
-        replace(
-            options, max_step_stretch=stretch, max_num_batched_tokens=budget,
-            max_num_seqs=min(options.max_num_seqs or budget, budget),
-        )
-        for stretch, budget in pairs
-    ]  # fmt: skip
-    with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn")) as pool:
-        rows = list(pool.map(_values, itertools.repeat(costs), itertools.repeat(loads[0]), [options, *tried]))
-    for pair, row in zip([("default", "default"), *pairs], rows, strict=True):
-        print(
-            f"stretch {pair[0]:>8} budget {pair[1]:>8}: {row[0]:9.1f} tok/s; " + ", ".join(f"{t:.1f}" for t in row[1:])
-        )
-    default, *others = rows
-    best = max(range(len(pairs)), key=lambda i: (round(others[i][0] / default[0], 2), -others[i][2]))
-    stretch, budget = pairs[best]
-    with engine(args, size, max_step_stretch=stretch, max_num_batched_tokens=budget) as llm:
-        asyncio.run(_measure_best(llm, loads[:2], f"{stretch:g}, {budget}", costs, tried[best], args.seconds, report))
-    seen = {name: (measured, predicted) for name, measured, predicted in report.rows}
-    found: dict[str, Any] = {"max_step_stretch": f"{stretch:g}", "max_num_batched_tokens": budget}
-    for load in loads[:2]:
-        if load.name in seen and (after := seen.get(f"{load.name}, {stretch:g}, {budget}")):
-            before = seen[load.name]
-            found[load.name] = {
-                metric: {"measured": after[0][i] / before[0][i], "predicted": after[1][i] / before[1][i]}
-                for i, metric in enumerate(METRICS)
-            }
-    return found
+    def measure_loads(self) -> None:
+        """The three loads on one engine; meanwhile, before it serves, the sweep."""
+        if not self.deadline.allows("the loads", self._start_seconds + self._load_seconds):
+            return
+        planned = ThreadPoolExecutor(1).submit(self._plan)
+        with self._engine() as llm:
+            self._loads, self._swept = planned.result()
+            asyncio.run(self._measure_loads(llm))
+        self._predict(self._loads, self._options)
 
+    def _plan(self) -> tuple[list[Load], list[list[float]]]:
+        """The loads, and figures of the closed loop: first with the settings of the profile, then those swept."""
+        costs, size = self.costs, self.size
+        options = FleetOptions()
+        loads = self._pool.submit(make_loads, costs, options, size, self.args.seconds).result()
+        if "sweep" not in self.args.parts:
+            return loads, []
+        settings = [options, *(replace(options, **each) for each in self._settings_swept)]
+        runs = [self._pool.submit(simulate, costs, loads[0], each) for each in settings]
+        return loads, [run.result().values() for run in runs]
 
-def _values(costs: CostModel, load: Load, options: FleetOptions) -> list[float]:
-    return simulate(costs, load, options).values()
+    async def _measure_loads(self, llm: AsyncLLM) -> None:
+        self._options = options_of(llm)
+        self.costs = msgspec.structs.replace(self.costs, front_seconds=await measure_front(llm, self.costs))
+        write_profile(str(self.folder / "profile.json"), self.costs)
+        print(f"a request takes {1000 * self.costs.front_seconds:.2f} ms beside its steps")
+        for load in self._loads:
+            await self._measure(llm, load, load.name)
 
+    async def _measure(self, llm: AsyncLLM, load: Load, name: str) -> None:
+        """One load, if there is time for it."""
+        if not self.deadline.allows(name, self._load_seconds):
+            return
+        try:
+            most = min(20 + 2 * self.args.seconds, self.deadline.left - ENDING)
+            self.report.add(name, await measure(llm, load, most), None)
+        except Exception:
+            traceback.print_exc()
+        self.write()
 
-async def _measure_best(
-    llm: AsyncLLM, loads: list[Load], name: str, costs: CostModel, options: FleetOptions, seconds: float, report: Report
-) -> None:
-    for load in loads:
-        await _compare(llm, load, f"{load.name}, {name}", costs, options, seconds, report)
+    def _predict(self, loads: Sequence[Load], options: FleetOptions, suffix: str = "") -> None:
+        """Begin to simulate those of the loads that were measured."""
+        measured = {name for name, *_ in self.report.rows}
+        for load in loads:
+            if (name := load.name + suffix) in measured:
+                self._predictions[name] = self._pool.submit(simulate, self.costs, load, options)
+
+    def _collect_predictions(self) -> None:
+        for name, predicted in self._predictions.items():
+            try:
+                self.report.predict(name, predicted.result(max(1.0, min(600.0, self.deadline.left))))
+            except Exception:
+                traceback.print_exc()
+        self._predictions.clear()
+
+    @contextlib.contextmanager
+    def _engine(self, **settings: Any) -> Iterator[AsyncLLM]:
+        """An `AsyncLLM` that is shut down at the end."""
+        begin, args = time.perf_counter(), self.args
+        llm = AsyncLLM(
+            args.model, load_format=args.load_format, skip_tokenizer_init=True, max_model_len=self.size.max_model_len,
+            seed=0, disable_log_stats=True, **args.settings | settings,
+        )  # fmt: skip
+        self._start_seconds = time.perf_counter() - begin
+        print(f"an engine started in {self._start_seconds:.1f} s {settings or ''}", flush=True)
+        try:
+            yield llm
+        finally:
+            llm.shutdown()
+
+    # The sweep
+
+    @property
+    def _settings_swept(self) -> list[dict[str, Any]]:
+        most = self.costs.max_num_seqs
+        return [
+            {"max_step_stretch": stretch, "max_num_batched_tokens": budget, "max_num_seqs": min(most, budget)}
+            for stretch, budget in itertools.product(self.size.stretches, self.size.budgets)
+        ]
+
+    def sweep(self) -> None:
+        """The setting with the highest throughput of the closed loop by simulation, measured."""
+        if not (rows := self._swept):
+            return
+        for settings, row in zip([{}, *self._settings_swept], rows, strict=True):
+            names = [settings.get(name, "default") for name in ("max_step_stretch", "max_num_batched_tokens")]
+            times = ", ".join(f"{each:.1f}" for each in row[1:])
+            print(f"stretch {names[0]:>8} budget {names[1]:>8}: {row[0]:9.1f} tok/s; {times}")
+        default, *others = rows
+        best = max(range(len(others)), key=lambda i: (round(others[i][0] / default[0], 2), -others[i][2]))
+        settings = dict(self._settings_swept[best])
+        stretch, budget = settings["max_step_stretch"], settings["max_num_batched_tokens"]
+        self.found["sweep"] = {"max_step_stretch": f"{stretch:g}", "max_num_batched_tokens": budget}
+        if not self.deadline.allows("the sweep's best setting", self._start_seconds + self._load_seconds):
+            return
+        suffix = f", {stretch:g}, {budget}"
+        with self._engine(max_step_stretch=stretch, max_num_batched_tokens=budget) as llm:
+            self._collect_predictions()
+            self.write()
+            asyncio.run(self._measure_best(llm, suffix))
+            options = options_of(llm, stretch)
+        self._predict(self._loads[:2], options, suffix)
+        self._collect_predictions()
+        seen = {name: (measured, predicted) for name, measured, predicted in self.report.rows}
+        for load in self._loads[:2]:
+            before, after = seen.get(load.name), seen.get(load.name + suffix)
+            if before and after and before[1] and after[1]:
+                self.found["sweep"][load.name] = {
+                    metric: {"measured": after[0][i] / before[0][i], "predicted": after[1][i] / before[1][i]}
+                    for i, metric in enumerate(METRICS)
+                }
+
+    async def _measure_best(self, llm: AsyncLLM, suffix: str) -> None:
+        for load in self._loads[:2]:
+            await self._measure(llm, load, load.name + suffix)
 
 
 def main() -> None:
@@ -355,42 +468,23 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="sizes for a CPU")
     parser.add_argument("--seconds", type=float, default=20.0, help="of each load")
     parser.add_argument("--calibration-seconds", type=int, default=50)
+    parser.add_argument("--limit", type=float, default=math.inf, help="seconds that everything may take")
+    parser.add_argument("--start-seconds", type=float, default=12.0, help="of an engine, until one has been started")
     parser.add_argument("--settings", type=json.loads, default={}, help="of the engine, as JSON")
     parser.add_argument("--output", default=os.environ.get("OUT"))
     args = parser.parse_args()
     args.model = args.model or ("smollm2-135m" if args.small else str(FOLDER / "llama-3.1-8b"))
     args.load_format = args.load_format or ("auto" if args.small else "dummy")
-    size, report, begin = SMALL if args.small else Size(), Report(), time.perf_counter()
-    folder = Path(args.output or tempfile.mkdtemp())
-    folder.mkdir(parents=True, exist_ok=True)
-    found: dict[str, Any] = {"model": args.model}
-    costs = read_profile(args.profile or FALLBACK)
-    if "calibrate" in args.parts and not args.profile:
-        try:
-            calibrate(args, size, folder)
-            costs = read_profile(str(folder / "profile.json"))
-        except Exception:
-            traceback.print_exc()
-            print(f"calibration failed: predictions are those of {FALLBACK}")
-    print(f"{time.perf_counter() - begin:.0f} s so far", flush=True)
-    swept: Swept | None = None
-    if "loads" in args.parts:
-        try:
-            swept = costs, *_ = measure_loads(args, size, costs, report)
-            write_profile(str(folder / "profile.json"), costs)
-        except Exception:
-            traceback.print_exc()
-    print(f"{time.perf_counter() - begin:.0f} s so far", flush=True)
-    if "sweep" in args.parts and swept is not None:
-        try:
-            found["sweep"] = sweep(args, size, *swept, report)
-        except Exception:
-            traceback.print_exc()
-    found |= {"profile": msgspec.to_builtins(costs), "loads": report.to_json(), "seconds": time.perf_counter() - begin}
-    (folder / "simulation.json").write_text(json.dumps(found, indent=1))
-    print(f"\n{folder}: {found['seconds']:.0f} s in all; profile {costs.name}, fitted within "
+    with ProcessPoolExecutor(min(WORKERS, os.cpu_count() or 1), multiprocessing.get_context("spawn")) as pool:
+        run = Run(args, pool)
+        if not args.profile:
+            run.part("calibrate", run.calibrate)
+        run.part("loads", run.measure_loads)
+        run.part("sweep", run.sweep)
+    costs, found = run.costs, run.found
+    print(f"\n{run.folder}: {run.deadline.spent:.0f} s in all; profile {costs.name}, fitted within "
           f"{100 * (costs.error or math.nan):.1f}%; each cell: measured, predicted, ratio")  # fmt: skip
-    print("\n".join(report.lines()))
+    print("\n".join(run.report.lines()))
     if "sweep" in found:
         print("sweep, better setting / default:")
         for name, gains in found["sweep"].items():

@@ -40,6 +40,8 @@ EXAMPLES = """
 """
 MOST_REPLICAS = 4096
 """Largest fleet that --goal tries."""
+MOST_PROMPTS = 10_000_000
+"""Conversations of a run: all are held in memory."""
 SLOWEST = 20
 """Requests whose timelines are written."""
 HOST_RATE, DISK_RATE = 50e9, 2e9
@@ -175,6 +177,8 @@ def _read_load(args: argparse.Namespace) -> list[Conversation]:
         raise ValidationError(f"--range-ratio must be from 0 to 1, got {args.range_ratio:g}")
     if not 0 <= args.pause < math.inf:
         raise ValidationError(f"--pause must be at least 0, got {args.pause:g}")
+    if (args.num_prompts or 0) > MOST_PROMPTS:
+        raise ValidationError(f"--num-prompts must be at most {MOST_PROMPTS}, got {args.num_prompts}")
     if args.seed < 0:
         raise ValidationError(f"--seed must be at least 0, got {args.seed}")
     if not 0 <= args.adapter_skew <= 100:

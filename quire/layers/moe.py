@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -245,6 +246,26 @@ def _activations_per_token(layer: SparseMLP) -> int:
     dispatch = layer.dispatch
     # In the worst case every rank sends all of its tokens to the same rank.
     return activations if dispatch is None or not dispatch.ranks.exchanges else activations * dispatch.ranks.size
+
+
+class ExpertSizes(NamedTuple):
+    """What the routed experts of a model take, over all of its layers and ranks."""
+
+    num_bytes: int
+    layers: int
+    """That have some."""
+    per_token: int
+    """Experts a token is routed to in each of these."""
+
+
+def expert_sizes(model: nn.Module) -> ExpertSizes | None:
+    """Of a whole model, which may be on the meta device; None: it has no experts."""
+    layers, total = _sparse_layers(model), 0
+    for layer in layers:
+        routed = layer.routing.num_experts
+        held = routed + layer.choices - layer.routing.top_k  # with shared experts in the same stacks
+        total += (layer.gate_up.nbytes + layer.down.nbytes) * routed // held
+    return ExpertSizes(total, len(layers), max(layer.routing.top_k for layer in layers)) if layers else None
 
 
 def has_experts(model: nn.Module) -> bool:

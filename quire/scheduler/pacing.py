@@ -27,8 +27,11 @@ WINDOW = 9
 """Decode steps whose median is taken, so that one disturbed step changes nothing."""
 NEWEST_WEIGHT = 0.15
 """Weight of the newest step in the averages of prompt costs."""
-OUTLIER = 4.0
-"""A measured price is capped at this multiple of the average: it may be an outlier."""
+OUTLIER = 1.4
+"""A measured price counts as at most this multiple of the average, and at least the average divided by it: other load
+on the machine makes some steps much longer and none much shorter, which would make chunks too small…"""
+CHANGED = 3
+"""…unless so many in a row are above, or below: then costs have changed."""
 GROWTH = 2.0
 """A chunk is at most this many times as large as those measured recently."""
 
@@ -175,13 +178,15 @@ class PromptCosts:
         """Weighted means of 1 / tokens, seconds per token, and their products."""
         self._reach = 0.0
         """About the largest number of tokens measured recently."""
+        self._beyond = 0
+        """Prices in a row that were above what may count; negative: below."""
 
     def note(self, tokens: int, seconds: float) -> None:
         """`tokens` prompt tokens added `seconds` to a step."""
         x, y = 1 / tokens, max(0.0, seconds) / tokens
         if self._steps > 2:
             price, fixed = self._line()
-            y = min(y, OUTLIER * (price + fixed * x))
+            y = self._bounded(y, price + fixed * x)
         self._steps += 1
         weight = max(NEWEST_WEIGHT, 1 / self._steps)
         self._x += weight * (x - self._x)
@@ -189,6 +194,14 @@ class PromptCosts:
         self._xx += weight * (x * x - self._xx)
         self._xy += weight * (x * y - self._xy)
         self._reach = max(tokens, self._reach * (1 - NEWEST_WEIGHT / 4))
+
+    def _bounded(self, y: float, expected: float) -> float:
+        """`y`, or the bound that it is beyond, if few before it were too."""
+        side = (y > OUTLIER * expected) - (y < expected / OUTLIER)
+        self._beyond = side + (self._beyond if side * self._beyond > 0 else 0)
+        if abs(self._beyond) >= CHANGED:
+            return y
+        return min(max(y, expected / OUTLIER), OUTLIER * expected)
 
     def tokens_within(self, seconds: float) -> int:
         """How many tokens can be added in `seconds`; 0 if nothing was measured."""

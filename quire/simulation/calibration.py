@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ from quire.simulation.device import StepWorkTracker
 
 if TYPE_CHECKING:
     from quire.api.llm import LLM
+    from quire.layers.moe import ExpertSizes
 
 DECODES = 12
 """Decode steps of each measured batch. Their median counts: other load on the machine disturbs some."""
@@ -40,8 +41,8 @@ BESIDE_CONTEXT = 128
 """…and how long their prompts were."""
 REPEATS = 3
 """Of each prompt beside decodes…"""
-CAPTURE_REPEATS = 9
-"""…and more before those where steps are captured: a shape gets its graph when it comes up again and again."""
+WARM = 2
+"""…and so many before these: on a GPU a graph may be captured for the first."""
 GROUP_DECODES = 24
 """Decode steps of each prefix group; of these the last half counts, because the first may run in a larger graph."""
 GROUPS = ((8, 1024), (32, 1024), (32, 4096), (128, 1024), (128, 4096))
@@ -60,7 +61,7 @@ CACHE_SHARE = 0.6
 
 class StepTimer:
     """An executor that times the steps of another. A step's time is that since the one before was collected, or since
-    its own launch if nothing was in flight: what a stream would wait."""
+    its own launch if nothing was in flight."""
 
     def __init__(self, executor: Executor, max_rows: int, clock: Callable[[], float] = time.perf_counter) -> None:
         self._executor = executor
@@ -68,16 +69,23 @@ class StepTimer:
         self._clock = clock
         self._collected = float("-inf")
         self._was_idle = True
+        self._in_flight = 0
         self.steps: list[tuple[StepWork, float]] = []
+        self.pauses: list[float] = []
+        """Between steps while nothing was in flight: what the engine takes to end one and to plan the next."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._executor, name)
 
     def submit(self, plan: StepPlan) -> Any:
         shape, at = self._shapes.of(plan), self._clock()
+        if not self._in_flight and not self._was_idle:
+            self.pauses.append(at - self._collected)
         handle = self._executor.submit(plan)
-        was_idle, self._was_idle = self._was_idle, False
-        return handle, shape if plan.moves is None else None, at if was_idle else None
+        launched = at if self._was_idle or not self._in_flight else None
+        self._was_idle = False
+        self._in_flight += 1
+        return handle, shape if plan.moves is None else None, launched
 
     def supply(self, handle: Any, masks: StepMasks) -> None:
         self._executor.supply(handle[0], masks)
@@ -86,6 +94,7 @@ class StepTimer:
         inner, shape, launched = handle
         result = self._executor.collect(inner)
         now = self._clock()
+        self._in_flight -= 1
         if shape is not None and shape.tokens:
             self.steps.append((shape, now - (self._collected if launched is None else launched)))
         self._collected = now
@@ -132,6 +141,12 @@ class CalibrationRun:
             self._llm.reset_prefix_cache()
             measure()
 
+    @property
+    def host_seconds(self) -> float:
+        """What the engine takes between two steps, if the device waits for it."""
+        is_alone = not self._engine.core.pipeline_depth
+        return statistics.median(self._timer.pauses) if is_alone and self._timer.pauses else 0.0
+
     def _note(self, steps: Sequence[tuple[StepWork, float]]) -> None:
         for shape, took in _typical(steps):
             self.shapes.append(shape)
@@ -142,9 +157,11 @@ class CalibrationRun:
         most = self._info.model.vocab_size - 2
         return [2 + (104_729 * name + i * (name % 1009 + 3)) % most for i in range(length)]
 
-    def _add(self, prompt: list[int], output: int) -> None:
+    def _add(self, prompt: list[int], output: int) -> str:
+        name = f"calibration-{next(self._ids)}"
         params = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True, detokenize=False)
-        self._engine.add_request(f"calibration-{next(self._ids)}", {"prompt_token_ids": prompt}, params)
+        self._engine.add_request(name, {"prompt_token_ids": prompt}, params)
+        return name
 
     def _finish(self) -> None:
         while self._engine.has_unfinished_requests():
@@ -204,39 +221,37 @@ class CalibrationRun:
 
     def _mixed(self) -> None:
         """Prompts of many lengths beside numbers of decodes, one at a time."""
-        info, repeats = self._info, REPEATS
+        info = self._info
         self._left = min(self._most_tokens, int(CACHE_SHARE * info.cache_tokens))
         sizes = BESIDE if self.padding is None else self.padding.mixed_decodes
-        counts = [rows for rows in sizes if self._fits(rows + 1, BESIDE_CONTEXT)]
         smallest = 0 if self.padding is None else min(self.padding.mixed_tokens, default=0)
+        lengths = spread([length for length in CHUNKS if length >= smallest and self._fits(1, length)])
+        output = 3 * (WARM + REPEATS) * len(lengths) + 4
+        counts = [rows for rows in sizes if not rows or self._fits(rows + 1, BESIDE_CONTEXT + output)]
         begin, share = self._clock(), max(0.0, self._until - self._clock()) / max(1, len(counts))
         for number, rows in enumerate(counts, 1):
-            for length in (length for length in CHUNKS if length >= smallest):
-                size = None
-                if self.padding is not None:
-                    probe = StepWork(rows, length, 0, 0, prompts=1)
-                    size = _sized(self.padding).size(probe)[0]
-                warm = CAPTURE_REPEATS if size == "captured_tokens" else 1
-                if self._clock() > begin + number * share or not self._fits(1, length):
+            streams = [self._add(self._prompt(row, BESIDE_CONTEXT), output) for row in range(rows)]
+            for _ in range(3 if rows else 0):
+                self._engine.step()
+            for length in lengths:
+                if self._clock() > begin + number * share:
                     break
                 longest = min(info.max_num_batched_tokens - rows, LONG_CHUNK if rows else CHUNKS[-1])
-                if length > longest or (warm + repeats) * length > self._left:
-                    break
-                self._left -= (warm + repeats) * length
-                steps = self._beside(rows, length, warm, repeats)
+                if length > longest or (WARM + REPEATS) * length > self._left:
+                    continue
+                self._left -= (WARM + REPEATS) * length
+                steps = self._beside(rows, length)
                 self._note(steps)
                 took = [seconds for shape, seconds in steps if shape.prompt_tokens == length]
                 if took:
                     self._say(f"{rows:4} rows beside {length:5} tokens: {1e3 * statistics.median(took):8.3f} ms")
+            self._engine.abort_request(streams)
+            self._finish()
 
-    def _beside(self, rows: int, length: int, warm: int, repeats: int) -> list[tuple[StepWork, float]]:
-        """The steps of some decodes while prompts come, without the first `warm` of these."""
-        for row in range(rows):
-            self._add(self._prompt(row, BESIDE_CONTEXT), 4 * (warm + repeats) + 4)
-        for _ in range(3 if rows else 0):
-            self._engine.step()
-        for number in range(warm + repeats):
-            if number == warm:
+    def _beside(self, rows: int, length: int) -> list[tuple[StepWork, float]]:
+        """The steps of running decodes while prompts come, without the first `WARM` of these."""
+        for number in range(WARM + REPEATS):
+            if number == WARM:
                 self._take()
             if not rows:
                 self._timer.rest()
@@ -244,10 +259,7 @@ class CalibrationRun:
             for _ in range(3):
                 if self._engine.has_unfinished_requests():
                     self._engine.step()
-        steps = self._take()
-        self._finish()
-        self._take()
-        return steps
+        return self._take()
 
     # Prefix groups
 
@@ -279,6 +291,7 @@ def calibrate(
     """Run batches of many shapes on this engine, and fit a cost model to their steps. `tokens`, `seconds`: most prompt
     tokens of a part of it, and about how long it takes. `clock`: what times steps."""
     info, core = llm.llm_engine.info, llm.llm_engine.core
+    experts = model_experts(llm)
     measured = CalibrationRun(llm, tokens, seconds, say, clock)
     with _PowerMeter(llm) as meter:
         measured.run()
@@ -299,9 +312,27 @@ def calibrate(
         max_num_batched_tokens=info.max_num_batched_tokens, pipeline_depth=core.pipeline_depth, watts=meter.watts,
         layers=info.model.num_layers, hidden_size=info.model.hidden_size, weight_bytes=info.weight_bytes,
         kv_bytes_per_token=info.block_bytes // info.block_size,
-        host_out_rate=out, host_back_rate=back, disk_rate=disk,
+        host_out_rate=out, host_back_rate=back, disk_rate=disk, host_seconds=measured.host_seconds,
+        expert_bytes=experts and experts.num_bytes, moe_layers=experts and experts.layers,
+        experts_per_token=experts and experts.per_token,
     )  # fmt: skip
     return fit(blank, measured.shapes, measured.seconds)
+
+
+def model_experts(llm: LLM) -> ExpertSizes | None:
+    """What the routed experts of the whole model take; None: it has none."""
+    import torch
+
+    from quire.distributed.groups import Ranks
+    from quire.layers.moe import expert_sizes
+    from quire.worker.building import build_model
+
+    config, info = llm.llm_engine.config, llm.llm_engine.info
+    platform = executor_backend(config).choose_platform(config)
+    shapes = build_model(
+        config, info.files, info.model, platform, info.max_model_len, Ranks(), torch.device("meta")
+    )  # fmt: skip
+    return expert_sizes(shapes)  # type: ignore[arg-type]
 
 
 def captured_sizes(llm: LLM) -> StepPadding | None:
@@ -327,9 +358,16 @@ def step_padding(rows: int, tokens: int) -> StepPadding:
     )
 
 
-def _sized(padding: StepPadding) -> CostModel:
-    """A cost model that only tells kinds of steps apart."""
-    return CostModel("", "", [(1, 1.0)], 0.0, 0.0, captured_tokens=[(1, 1.0)], padding=padding)
+def spread(values: Sequence[int]) -> list[int]:
+    """The same values: first the ends, then what halves each gap, so that those before any cut are spread out."""
+    gaps, order = deque([(0, len(values) - 1)]), [*values[:1], *values[1:][-1:]]
+    while gaps:
+        low, high = gaps.popleft()
+        if high - low > 1:
+            middle = (low + high) // 2
+            order.append(values[middle])
+            gaps += [(low, middle), (middle, high)]
+    return order
 
 
 class _PowerMeter:

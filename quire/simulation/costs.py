@@ -123,6 +123,9 @@ class CostModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """…and from disk to host memory."""
     front_seconds: float = 0.0
     """What a request takes beside its steps: from the caller to the engine, and its first token back."""
+    host_seconds: float = 0.0
+    """What the engine takes between two steps while the device waits for it: where no step is in flight beside the one
+    that is collected."""
     stages: int = 1
     """Pipeline stages, which work on different steps at the same time…"""
     hop_seconds: float = 0.0
@@ -219,7 +222,7 @@ def _check(model: CostModel, name: str) -> None:
     seconds = [value for line in lines for _, value in line]
     prices = [model.context_seconds, model.pair_seconds, model.prompt_seconds, model.row_seconds]
     prices.append(model.shared_seconds or 0.0)
-    if min(*seconds, *prices, model.front_seconds, model.hop_seconds) < 0 or max(seconds) <= 0:
+    if min(*seconds, *prices, model.front_seconds, model.hop_seconds, model.host_seconds) < 0 or max(seconds) <= 0:
         raise ValidationError(f"{name}: seconds must not be negative")
     if min(model.num_blocks, model.block_size, model.max_num_seqs, model.max_num_batched_tokens) < 1:
         raise ValidationError(

@@ -51,7 +51,9 @@ MOST_EMPTY_STEPS = 1000
 
 
 MOST_ROWS, MOST_BLOCKS = 1 << 16, 1 << 26
-"""Of a replica: larger ones would take the memory of this machine."""
+"""Of a replica: larger ones would take the memory of this machine…"""
+MOST_REPLICAS = 10_000
+"""…and so would more of them."""
 
 
 @dataclass(frozen=True)
@@ -144,8 +146,8 @@ class Fleet:
         slowest: SlowestRequests | None = None,
     ) -> None:
         """`on_step`: called for every step of every replica. `slowest`: gets the timelines of some requests."""
-        if options.replicas < 1:
-            raise ValidationError(f"a fleet needs at least one replica, got {options.replicas}")
+        if not 1 <= options.replicas <= MOST_REPLICAS:
+            raise ValidationError(f"a fleet has from 1 to {MOST_REPLICAS} replicas, got {options.replicas}")
         if any(not 0 <= number < options.replicas for number, _ in options.kills):
             raise ValidationError(f"--kill names a replica that is not among the {options.replicas}")
         if options.host_blocks and options.link is None:
@@ -411,6 +413,8 @@ class Fleet:
 
     def _advance(self, replica: SimulatedReplica) -> StepOutputs:
         """One step of the replica's loop. Sets its clock to the end."""
+        if not self.costs.pipeline_depth:
+            replica.clock.now += self.costs.host_seconds
         before = replica.clock.now
         outputs = replica.core.step()
         replica.steps += 1

@@ -86,7 +86,11 @@ def share_experts(costs: CostModel, ranks: int, link: RankConnection = RankConne
     """The cost model of one of `ranks` replicas that share their experts, if all of them compute as many tokens."""
     if ranks == 1:
         return costs
-    layers, width, weights = _known(costs, "moe_layers"), _known(costs, "hidden_size"), _known(costs, "weight_bytes")
+    if costs.moe_layers is None:
+        raise ValidationError(
+            f"the cost model {costs.name} does not say `moe_layers`: it is not that of a mixture of experts"
+        )
+    layers, width, weights = costs.moe_layers, _known(costs, "hidden_size"), _known(costs, "weight_bytes")
     experts, copies = _known(costs, "expert_bytes"), _known(costs, "experts_per_token")
     if experts >= weights:
         raise ValidationError(f"{costs.name}: expert_bytes ({experts}) must be below weight_bytes ({weights})")

@@ -372,3 +372,31 @@ class TestMeasurements:
         for _ in range(10):
             costs.note(10, 0.014)
         assert costs.tokens_within(0.014) in (9, 10)
+
+    def test_steps_that_others_disturb_do_not_make_chunks_smaller(self) -> None:
+        """One step in five is up to three times as long; the others tell what tokens cost."""
+        costs, draw = PromptCosts(), random.Random(0)
+        within = []
+        for number in range(400):
+            tokens = draw.randint(8, 16)
+            disturbed = 1 + 2 * draw.random() if draw.random() < 0.2 else 1.0
+            costs.note(tokens, (0.003 + 0.0005 * tokens) * disturbed)
+            within += [costs.tokens_within(0.009)] * (number > 50)
+        assert 10 <= np.median(within) <= 13, "12 fit"
+
+    @pytest.mark.parametrize("change", [0.2, 5.0])
+    def test_a_change_is_learned_within_a_few_steps(self, change: float) -> None:
+        costs = PromptCosts()
+        for tokens in (8, 16) * 20:
+            costs.note(tokens, 0.001 * tokens)
+        for tokens in (8, 16) * 10:
+            costs.note(tokens, change * 0.001 * tokens)
+        assert costs.tokens_within(change * 0.012) == pytest.approx(12, abs=3)
+
+    def test_prompts_that_first_cost_nothing_may_cost_something_later(self) -> None:
+        costs = PromptCosts()
+        for _ in range(8):
+            costs.note(8, 0.0)
+        for _ in range(16):
+            costs.note(8, 0.008)
+        assert costs.tokens_within(0.008) <= 12

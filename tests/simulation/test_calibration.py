@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import math
 import random
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from safetensors import safe_open
 
+from quire import LLM
 from quire.cli.main import main
 from quire.messages.plan import PrefixGroup, StepPlan
-from quire.simulation.calibration import StepTimer, step_padding
+from quire.simulation.calibration import StepTimer, model_experts, spread, step_padding
 from quire.simulation.costs import CAPTURED_LINE, PROMPT_LINE, CostModel, StepWork
 from quire.simulation.device import StepWorkTracker
 from quire.worker.cuda_graphs import capture_sizes
 from quire.worker.mixed_steps import shape_of
+from tests.executor.mixtures import write_mixture
 
 NONE = np.empty(0, np.int32)
 
@@ -73,6 +79,7 @@ class Slow:
 
 @pytest.mark.parametrize("in_flight", [0, 1])
 def test_a_timer_tells_each_step_its_own_time(in_flight: int) -> None:
+    """…and, where nothing is in flight, what the engine takes between steps: 2 here."""
     slow = Slow()
     timer = StepTimer(slow, 64, lambda: slow.now)  # type: ignore[arg-type]
     handles = []
@@ -80,12 +87,14 @@ def test_a_timer_tells_each_step_its_own_time(in_flight: int) -> None:
         handles.append(timer.submit(plan(step, size, [])))
         if len(handles) > in_flight:
             timer.collect(handles.pop(0))
+        slow.now += 2.0
     for handle in handles:
         timer.collect(handle)
     slow.now += 1000.0
     timer.rest()  # idle: not a step's time
     timer.collect(timer.submit(plan(4, 3, [])))
     assert [(shape.decodes, seconds) for shape, seconds in timer.steps] == [(n, float(n)) for n in (5, 50, 7, 9, 3)]
+    assert timer.pauses == [2.0] * (0 if in_flight else 3)
 
 
 @pytest.mark.parametrize("flags", [[], ["--threads", "2"], ["--threads", "1", "--device", "cuda"]])
@@ -94,3 +103,24 @@ def test_cpu_seconds_are_those_of_one_thread(
 ) -> None:
     assert main(["calibrate", "--cpu-time", "-o", str(tmp_path / "x.json"), *flags]) == 2
     assert "--threads 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name, per_token", [("mixtral", 2), ("qwen2-moe", 2), (None, None)])
+def test_experts_take_the_bytes_of_the_checkpoints_tensors(
+    tmp_path: Path, make_llm: Callable[..., LLM], tiny_model: Path, name: str | None, per_token: int | None
+) -> None:
+    folder = tiny_model if name is None else write_mixture(tmp_path, name)
+    found = model_experts(make_llm(folder))
+    if name is None:
+        assert found is None
+        return
+    with safe_open(folder / "model.safetensors", framework="np") as file:
+        tensors = {key: file.get_slice(key).get_shape() for key in file.keys() if ".experts." in key}  # noqa: SIM118
+    assert found == (4 * sum(math.prod(shape) for shape in tensors.values()), 2, per_token)
+
+
+def test_values_are_spread_before_any_cut() -> None:
+    assert spread([1, 2, 3, 4, 5]) == [1, 5, 3, 2, 4]
+    for count in range(12):
+        assert sorted(spread(range(count))) == list(range(count))
+        assert spread(range(count))[:2] == list(dict.fromkeys([0, count - 1]))[:count]

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from quire import LLM, SamplingParams
@@ -55,6 +56,14 @@ def test_a_lone_request_takes_the_sum_of_its_steps() -> None:
     assert result.percentile("tpot", 50) == pytest.approx(sum(seconds[2:]) / 3)
     assert result.duration == pytest.approx(3.0 + sum(seconds))
     assert result.busy == [pytest.approx(sum(seconds))]
+
+
+def test_the_engine_takes_its_time_between_steps_that_do_not_overlap() -> None:
+    costs = msgspec.structs.replace(FLAT, host_seconds=0.002, pipeline_depth=0)
+    times = [Fleet(each).run([single(10, 20)]).values("e2el")[0] for each in (FLAT, costs)]
+    assert times[1] - times[0] == pytest.approx(20 * 0.002), "before each of twenty steps"
+    overlapped = msgspec.structs.replace(costs, pipeline_depth=1)
+    assert Fleet(overlapped).run([single(10, 20)]).values("e2el")[0] == pytest.approx(times[0])
 
 
 def test_what_is_computed_is_counted_whatever_the_batches() -> None:
@@ -189,7 +198,7 @@ class Watched:
 def test_impossible_settings_are_refused() -> None:
     with pytest.raises(ValidationError, match="holds 6400"):
         simulate([single(6000, 500)])
-    with pytest.raises(ValidationError, match="at least one replica"):
+    with pytest.raises(ValidationError, match="from 1 to"):
         Fleet(FLAT, FleetOptions(replicas=0))
     with pytest.raises(ValidationError, match="not among the 2"):
         Fleet(FLAT, FleetOptions(replicas=2, kills=((2, 1.0),)))
