@@ -48,9 +48,9 @@ LOADING_TOKENS = (64, 1024, 4097)
 """Tokens that between them need every kernel for tiles."""
 LEAST_SPLIT = 512
 """…so many inputs at least."""
-EXPAND_PROGRAMS = 8
-"""Programs that expand tiles, on each multiprocessor: as many as are resident at once. Each takes several tiles, since
-most tiles of a layout are unused where few adapters occur."""
+EXPAND_PROGRAMS = 16
+"""Programs that expand tiles, on each multiprocessor: about as many as are resident at once. They share the tiles:
+most tiles of a layout are unused where few adapters occur, and a program for each would only begin and end."""
 OVERLAPS = True
 """Whether captured steps shrink beside the base's product."""
 
