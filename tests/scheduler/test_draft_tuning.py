@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from quire.messages.plan import MAX_WIDTH
-from quire.scheduler.draft_tuning import PLACES, Acceptance, StepTimes, Tuner
+from quire.scheduler.draft_times import StepTimes
+from quire.scheduler.draft_tuning import PLACES, Acceptance, Tuner
 from tests.scheduler.harness import rng_of
 
 Seconds = Callable[[int, int, int], float]
