@@ -204,7 +204,7 @@ async def measure_front(llm: AsyncLLM, costs: CostModel) -> float:
     for number in range(ALONE):
         prompt = [3 + (number * 7919 + i * 13) % 4000 for i in range(16)]
         seen.append((await _send(llm, prompt, 2, time.perf_counter()))[0])
-    alone = costs.seconds(StepWork(0, 16, 0, 136, prompts=1))
+    alone = costs.seconds(StepWork(0, 16, 0, 136, prompts=1)) + (0.0 if costs.pipeline_depth else costs.host_seconds)
     return max(0.0, statistics.median(seen[ALONE // 4 :]) - alone)
 
 

@@ -8,6 +8,7 @@ them; prompts of many lengths beside decodes; decodes that share a prefix; copie
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 import time
 from collections import defaultdict, deque
@@ -30,19 +31,22 @@ DECODES = 12
 """Decode steps of each measured batch. Their median counts: other load on the machine disturbs some."""
 CONTEXTS = (16, 256, 1024, 4096, 8192)
 """Prompt lengths of the batches."""
-ROWS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
-CHUNKS = (4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
-"""Prompt lengths beside decodes…"""
+ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+CHUNKS = (4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512, 1024, 2048, 4096)
+"""Prompt lengths beside decodes. Small ones are close together: streams beside prompts leave room for no more on a CPU,
+and kernels work in tiles of some rows…"""
 LONG_CHUNK = 1024
 """…of which longer ones are measured without decodes only."""
-BESIDE = (0, 2, 4, 8, 16, 32, 64, 128, 256)
+BESIDE = (0, 1, 2, 3, 5, 8, 16, 32, 64, 128, 256)
 """Decodes beside prompts, unless captured steps have their own sizes…"""
 BESIDE_CONTEXT = 128
 """…and how long their prompts were."""
 REPEATS = 3
 """Of each prompt beside decodes…"""
-WARM = 2
-"""…and so many before these: on a GPU a graph may be captured for the first."""
+WARM = 1
+"""…and so many before these…"""
+CAPTURE_WARM = 2
+"""…or so many on a GPU, where a graph may be captured for the first."""
 GROUP_DECODES = 24
 """Decode steps of each prefix group; of these the last half counts, because the first may run in a larger graph."""
 GROUPS = ((8, 1024), (32, 1024), (32, 4096), (128, 1024), (128, 4096))
@@ -226,32 +230,37 @@ class CalibrationRun:
         sizes = BESIDE if self.padding is None else self.padding.mixed_decodes
         smallest = 0 if self.padding is None else min(self.padding.mixed_tokens, default=0)
         lengths = spread([length for length in CHUNKS if length >= smallest and self._fits(1, length)])
-        output = 3 * (WARM + REPEATS) * len(lengths) + 4
+        warm = WARM if self.padding is None else CAPTURE_WARM
+        output = 3 * (warm + REPEATS) * len(lengths) + 4
         counts = [rows for rows in sizes if not rows or self._fits(rows + 1, BESIDE_CONTEXT + output)]
         begin, share = self._clock(), max(0.0, self._until - self._clock()) / max(1, len(counts))
+        rate = 0.0
+        """Seconds of a prompt token, at most."""
         for number, rows in enumerate(counts, 1):
             streams = [self._add(self._prompt(row, BESIDE_CONTEXT), output) for row in range(rows)]
             for _ in range(3 if rows else 0):
                 self._engine.step()
-            for length in lengths:
-                if self._clock() > begin + number * share:
+            longest = min(info.max_num_batched_tokens - rows, LONG_CHUNK if rows else CHUNKS[-1])
+            todo = [length for length in lengths if length <= longest]
+            while (left := begin + number * share - self._clock()) > 0:
+                most = min(self._left, left / rate if rate else math.inf) / (warm + REPEATS)
+                if (length := next((length for length in todo if length <= most), None)) is None:
                     break
-                longest = min(info.max_num_batched_tokens - rows, LONG_CHUNK if rows else CHUNKS[-1])
-                if length > longest or (WARM + REPEATS) * length > self._left:
-                    continue
-                self._left -= (WARM + REPEATS) * length
-                steps = self._beside(rows, length)
+                todo.remove(length)
+                self._left -= (warm + REPEATS) * length
+                steps = self._beside(rows, length, warm)
                 self._note(steps)
                 took = [seconds for shape, seconds in steps if shape.prompt_tokens == length]
                 if took:
+                    rate = min(rate or math.inf, statistics.median(took) / length)
                     self._say(f"{rows:4} rows beside {length:5} tokens: {1e3 * statistics.median(took):8.3f} ms")
             self._engine.abort_request(streams)
             self._finish()
 
-    def _beside(self, rows: int, length: int) -> list[tuple[StepWork, float]]:
-        """The steps of running decodes while prompts come, without the first `WARM` of these."""
-        for number in range(WARM + REPEATS):
-            if number == WARM:
+    def _beside(self, rows: int, length: int, warm: int) -> list[tuple[StepWork, float]]:
+        """The steps of running decodes while prompts come, without the first `warm` of these."""
+        for number in range(warm + REPEATS):
+            if number == warm:
                 self._take()
             if not rows:
                 self._timer.rest()

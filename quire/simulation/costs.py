@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 from quire.errors import ValidationError
 
 PROFILES = resources.files("quire.simulation") / "profiles"
-KNOTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-"""Tokens of a step at which the line of a fitted model may bend."""
+KNOTS = tuple(sorted({*(1 << power for power in range(15)), *(3 << power for power in range(13))}))
+"""Tokens of a step at which the line of a fitted model may bend: powers of two, and halfway between them."""
 SWEEPS = 20_000
 """Of the fit, over all of its parameters."""
 
@@ -272,12 +272,14 @@ def fit(model: CostModel, shapes: Sequence[StepWork], seconds: Sequence[float]) 
 
 
 def _knots(sizes: Sequence[int]) -> list[int]:
-    """Where a line over steps of these sizes may bend: at powers of two, as far as there are steps between them."""
+    """Where a line over steps of these sizes may bend: at `KNOTS`, as far as there are steps between them."""
     if not sizes:
         return []
-    low, high = min(sizes), max(sizes)
-    inner = [knot for knot in KNOTS if low < knot < high]
-    return [low, *inner, high] if high > low else [low]
+    found, high = [min(sizes)], max(sizes)
+    for knot in (*(knot for knot in KNOTS if found[0] < knot < high), high):
+        if any(found[-1] < size <= knot for size in sizes):
+            found.append(knot)
+    return found
 
 
 def _features(shape: StepWork, place: tuple[str, int], knots: dict[str, list[int]], has_one_line: bool) -> list[float]:
