@@ -39,6 +39,8 @@ FAMILIES: dict[str, tuple[str, Any]] = {
     "minimax-m2": ("minimax-m2", RELATIVES["minimax-m2"]),
     "ministral3": ("mistral3", RELATIVES["ministral3"]),
     "nemotron-h": ("nemotron_h", None),
+    "nemotron-3": ("nemotron_h_moe", None),
+    "nemotron-3-latent": ("nemotron_h_moe", None),
 }
 
 
@@ -65,6 +67,7 @@ def stored(config: Any, name: str, tensor: torch.Tensor) -> dict[str, torch.Tens
         "block_sparse_moe.router.layer.weight": "ffn_gate_inp.weight",
         "shared_mlp.output_linear.weight": "ffn_down_shexp.weight",
         "mlp.gate.weight": "ffn_gate_inp.weight",
+        "experts.up_proj": "ffn_up_exps.weight",
         "experts.down_proj": "ffn_down_exps.weight",
         "mixer.dt_bias": "ssm_dt.bias",
     }
@@ -126,7 +129,20 @@ def add_gemma(writer: gguf.GGUFWriter, config: Any) -> list[torch.Tensor]:
 def add_nemotron(writer: gguf.GGUFWriter, config: Any) -> list[torch.Tensor]:
     kinds = config.layers_block_type
     writer.add_head_count_kv([config.num_key_value_heads * (kind == "full_attention") for kind in kinds])
-    writer.add_feed_forward_length([config.intermediate_size * (kind == "mlp") for kind in kinds])
+    widths = {"mlp": config.intermediate_size, "moe": config.moe_intermediate_size}
+    writer.add_feed_forward_length([widths.get(kind, 0) for kind in kinds])
+    if "moe" in kinds:
+        writer.add_expert_count(config.n_routed_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+        writer.add_expert_shared_feed_forward_length(config.moe_shared_expert_intermediate_size)
+        writer.add_expert_shared_count(config.n_shared_experts)
+        writer.add_expert_weights_norm(config.norm_topk_prob)
+        writer.add_expert_weights_scale(config.routed_scaling_factor)
+        writer.add_expert_group_count(config.n_group)
+        writer.add_expert_group_used_count(config.topk_group)
+    if config.moe_latent_size is not None:
+        writer.add_moe_latent_size(config.moe_latent_size)
     writer.add_key_length(config.head_dim)
     writer.add_value_length(config.head_dim)
     writer.add_ssm_conv_kernel(config.conv_kernel)
@@ -177,7 +193,9 @@ def write(path: Path, reference: Any, arch: str, encoding: Kind = Kind.F32, fuse
     writer.add_embedding_length(config.hidden_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_layer_norm_rms_eps(getattr(config, "layer_norm_epsilon", None) or config.rms_norm_eps)
-    for table in {"gemma4": add_gemma, "nemotron_h": add_nemotron}.get(arch, add_others)(writer, config):
+    for table in {"gemma4": add_gemma, "nemotron_h": add_nemotron, "nemotron_h_moe": add_nemotron}.get(
+        arch, add_others
+    )(writer, config):
         writer.add_tensor("rope_freqs.weight", table.numpy())
     names = gguf.get_tensor_name_map(kind, config.num_hidden_layers)
     tensors: dict[str, torch.Tensor] = {}

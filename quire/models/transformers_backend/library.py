@@ -80,7 +80,7 @@ def make_model(build: BuildContext) -> Any:
             f"({type(error).__name__}: {error})"
         ) from error
     try:
-        model.get_input_embeddings()
+        getattr(model, model.base_model_prefix, model).get_input_embeddings()
     except NotImplementedError as error:
         raise UnsupportedModelError(
             f"{architecture} cannot run through transformers here: the library does not say which module is its "
