@@ -51,7 +51,7 @@ class Mixture(SparseMLP):
         width = positive_integer(raw, "moe_shared_expert_intermediate_size")
         self.shared_experts = PlainMLP(build, ("up_proj", "down_proj"), act, bias, width)
 
-    def mix(self, x: torch.Tensor, slots: torch.Tensor | None = None) -> torch.Tensor:
+    def mixed(self, x: torch.Tensor, slots: torch.Tensor | None = None) -> torch.Tensor:
         """What the experts and the MLP for all tokens add to the stream."""
         routing = self.routing
         weights, experts = self.ops.route(
@@ -63,10 +63,10 @@ class Mixture(SparseMLP):
             self.rule,
         )
         if self.has_latent:
-            mixed = self.fc2_latent_proj(self.summed(self.fc1_latent_proj(x), weights, experts))
+            out = self.fc2_latent_proj(self.summed(self.fc1_latent_proj(x), weights, experts))
         else:
-            mixed = self.summed(x, weights, experts)
-        return mixed.add_(self.shared_experts.forward_normed(x))
+            out = self.summed(x, weights, experts)
+        return out.add_(self.shared_experts.forward_normed(x))
 
     def serve(self) -> None:
         """Compute the tokens that other ranks send, without own tokens."""
@@ -143,7 +143,7 @@ class Block(nn.Module):
             slots = inputs.slots
             if self.is_after and inputs.last is not None:
                 slots = slots[inputs.last.tokens]
-            return mixer.mix(normed, slots), residual
+            return mixer.mixed(normed, slots), residual
         if isinstance(mixer, LlamaAttention):
             projected, residual = mixer.qkv_proj.norm_linear(self.norm, hidden, residual)
             mixed, out_proj = mixer(projected, positions, kv, inputs, last), mixer.o_proj
