@@ -75,6 +75,14 @@ _DEEPSEEK3 = _PreTokenizer(
         r" ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
     )
 )
+_UPPER_NOT_HAN, _LOWER_NOT_HAN = (f"[{letters[1:-1]}&&[^\\p{{Han}}]]" for letters in (_UPPER, _LOWER))
+_KIMI = _PreTokenizer(
+    (
+        rf"[\p{{Han}}]+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER_NOT_HAN}*{_LOWER_NOT_HAN}+{_CONTRACTIONS}?|"
+        rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER_NOT_HAN}+{_LOWER_NOT_HAN}*{_CONTRACTIONS}?|"
+        r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    )
+)
 _GLM4 = _PreTokenizer((_DIGITS_BY_THREE,), whole_words=True)
 
 _PRE_TOKENIZERS: Mapping[str, _PreTokenizer] = {
@@ -106,6 +114,8 @@ _PRE_TOKENIZERS: Mapping[str, _PreTokenizer] = {
     "glm5": _GLM4,
     "tekken": _TEKKEN,
     "minimax-m2": _GPT4O,
+    "kimi-k2": _KIMI,
+    "pixtral": _LLAMA3,
     "olmo": _NEOX,
     "mpt": _NEOX,
 }

@@ -143,6 +143,9 @@ def test_words_are_split_as_in_the_originals() -> None:
     assert split("deepseek-v3", "_x a12345\u4e2d\u6587 (y) z\n") == [
         "_x", " a", "123", "45", "\u4e2d\u6587", " (", "y", ")", " z", "\n",
     ]  # fmt: skip
+    assert split("kimi-k2", "Hello\u4e2d\u6587abc isn't 1234\u65e5\u672c\u30c6\u30ad\n") == [
+        "Hello", "\u4e2d\u6587", "abc", " isn't", " ", "123", "4", "\u65e5\u672c", "\u30c6\u30ad", "\n",
+    ]  # fmt: skip
     assert split("glm4", "We'LL 12345 x") == ["We", "'LL", " ", "123", "45", " x"]
 
 
