@@ -556,10 +556,11 @@ def _names(uses: Sequence[AdapterUse]) -> str:
 
 def _spellings(module: str) -> list[str]:
     """A module's name, and how it may be called where the model is a part of another, or the other way round. In models
-    that see, the text part is nested."""
+    that see, the text part is nested; Nemotron-H's layers are in `backbone` in its files, and in `model` in memory."""
     nested = _NESTED.match(module)
     inner = [f"model.{module[nested.end() :]}", module[nested.end() :]] if nested else []
-    return [module, module.partition(".")[2], f"model.{module}", f"transformer.{module}", *inner]
+    after = module.partition(".")[2]
+    return [module, after, f"model.{module}", f"transformer.{module}", f"backbone.{after}", *inner]
 
 
 _NESTED = re.compile(r"(model\.)?(language_model|text_model)\.(model\.)?")

@@ -223,7 +223,7 @@ def experts_shapes(model: nn.Module) -> list[ExpertsShape]:
     from quire.layers.gemm_shapes import layer_experts
 
     found = [each for each in layer_experts(model) if not isinstance(each.gate_up, QuantizedWeight)]
-    return list(dict.fromkeys(shape_of(each.gate_up, each.top_k) for each in found))  # type: ignore[arg-type]
+    return list(dict.fromkeys(shape_of(each.down, each.top_k) for each in found))  # type: ignore[arg-type]
 
 
 def _compile(unknown: dict[GemmShape, list[int]], dtype: torch.dtype, gpu: Gpu) -> None:

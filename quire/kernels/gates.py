@@ -30,8 +30,20 @@ GATES: dict[str, Gate] = {
 """By name; in float32."""
 
 
+UNGATED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"relu2_alone": lambda up: F.relu(up).square()}
+"""Of MLPs without a gate, whose first product is as wide as its result; in float32."""
+
+
+def has_gate(activation: str) -> bool:
+    """Whether the first product of an MLP with this activation has a gate beside each output."""
+    return activation not in UNGATED
+
+
 def gate_mul(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
-    """The activation of gate_up [tokens, 2 * width]: gate first, then up. Computed in float32, rounded once."""
+    """The activation of gate_up [tokens, 2 * width]: gate first, then up; of [tokens, width] without a gate. Computed
+    in float32, rounded once."""
+    if not has_gate(activation):
+        return UNGATED[activation](gate_up.float()).to(gate_up.dtype)
     gate, up = gate_up.float().chunk(2, dim=-1)
     return GATES[activation](gate, up).to(gate_up.dtype)
 
@@ -42,7 +54,7 @@ class ExpertVariant:
 
     activation: str = "silu"
     gate_up_bias: torch.Tensor | None = None
-    """[experts, 2 * width]"""
+    """[experts, 2 * width]; [experts, width] without gates"""
     down_bias: torch.Tensor | None = None
     """[experts, hidden]"""
     router_bias: torch.Tensor | None = None

@@ -242,6 +242,29 @@ class ExpertWeights:
         return tuple(map(layout, self.namings))
 
 
+def ungated_targets(
+    router: torch.Tensor, up: torch.Tensor, down: torch.Tensor, share: ExpertShare, owner: str
+) -> dict[str, list[AnyTarget]]:
+    """The tensors of a mixture whose experts have no gate: stacked, in two ways, or one by one. `owner`: the mixture's
+    name, relative to the decoder layer; `up` and `down`: [experts kept, width kept, inputs] and its transpose."""
+    width, inputs, features, every = share.total_width, up.shape[2], share.features, slice(0, up.shape[2])
+    collected: dict[str, list[AnyTarget]] = {f"{owner}.gate.weight": [Target(router, tuple(router.shape))]}
+    for name, matrix in (
+        ("up_proj", _Matrix(up, (width, inputs), (features, every))),
+        ("down_proj", _Matrix(down, (inputs, width), (every, features))),
+    ):
+        layouts = tuple(
+            TensorLayout(
+                tuple(matrix.names(pattern, share)),
+                lambda matrix=matrix, pattern=pattern: matrix.targets(pattern, share),  # type: ignore[misc]
+            )
+            for pattern in (f"{owner}.experts.{{}}.{name}.weight", f"{owner}.experts.{name}.weight")
+        )
+        stack = matrix.stacked(share)
+        collected[f"{owner}.experts.{name}"] = [replace(target, layouts=layouts) for target in stack]
+    return collected
+
+
 @dataclass(frozen=True)
 class QuantizedExperts:
     """The experts of a sparse MLP in few bits: a checkpoint matrix for each expert and projection."""

@@ -14,9 +14,20 @@ import torch
 
 from quire.errors import CheckpointError, UnsupportedModelError
 from quire.loading.file_checkpoint import REOPEN_AFTER
-from quire.loading.gguf_config import delta_net_heads, kv_heads_of, num_layers
+from quire.loading.gguf_config import delta_net_heads, num_layers
+from quire.loading.gguf_families import kv_heads_of
 from quire.loading.gguf_header import GGUFHeader, TensorInfo, block_sizes, read_header
-from quire.loading.gguf_names import NAMES, full_shape, hf_name, is_transposed, layer_of, part_of, restored, row_order
+from quire.loading.gguf_names import (
+    NAMES,
+    full_shape,
+    halves_of,
+    hf_name,
+    is_transposed,
+    layer_of,
+    part_of,
+    restored,
+    row_order,
+)
 from quire.loading.weights import AnyTarget, AssemblyPart, StoredWeight
 
 # Values dequantized at a time: enough to keep threads busy, few enough that temporaries do not raise the memory peak.
@@ -60,6 +71,11 @@ class GGUFCheckpoint:
                 self._weights[own_name] = GGUFWeight(own_name, (len(rows), info.shape[1]), info, rows, False, file)
             if splits:
                 continue
+            if (halves := halves_of(info.name)) and layer_of(info.name) < layers:
+                for half, own in enumerate(halves):
+                    fused = self._half(str(hf_name(family, own)), info, half)
+                    self._weights[fused.name] = fused
+                continue
             name = hf_name(family, info.name)
             if name is None or layer_of(info.name) >= layers:  # layers that only guess ahead
                 continue
@@ -84,6 +100,14 @@ class GGUFCheckpoint:
             if len(found) != 2:
                 raise CheckpointError(f"{path}: there is only {found.popitem()[1].info.name!r} for {name}")
             self._weights[name] = JoinedWeight(name, (found[0], found[1]), heads if family == "deepseek2" else 0)
+
+    def _half(self, name: str, info: TensorInfo, half: int) -> GGUFWeight:
+        """The first or second half of each expert's rows."""
+        if len(info.shape) != 3 or info.shape[1] % 2:
+            raise CheckpointError(f"{self.header.path}: {info.name!r} of shape {info.shape} is not gate and up in one")
+        width = info.shape[1] // 2
+        shape, part = (info.shape[0], width, info.shape[2]), slice(half * width, (half + 1) * width)
+        return GGUFWeight(name, shape, info, None, False, self._file, part=part)
 
     def __iter__(self) -> Iterator[GGUFWeight | JoinedWeight]:
         return iter(self._weights.values())
@@ -133,6 +157,8 @@ class GGUFWeight:
     """Makes a vector's values of those in the file."""
     _columns: np.ndarray | None = field(default=None, repr=False)
     """For each column its column in the file, if their order differs."""
+    part: slice | None = field(default=None, repr=False)
+    """The rows of each expert that are this tensor's, if the file has two in one."""
 
     def read(self, keep: tuple[slice, ...] = ()) -> torch.Tensor:
         """The tensor, or the part that `keep` selects; quantized tensors as float32. Only kept rows are dequantized."""
@@ -189,6 +215,8 @@ class GGUFWeight:
         """The kept rows, still quantized: [..., bytes]."""
         shape = self.info.shape
         rows = self._file.rows(self.info).reshape(*shape[:-1], -1)
+        if self.part is not None:
+            rows = rows[:, self.part]
         if self._order is not None:
             rows = rows[self._order[keep[0]]]
             keep = (slice(None), *keep[1:])

@@ -8,7 +8,19 @@ from typing import Any
 import numpy as np
 
 from quire.errors import CheckpointError, UnsupportedModelError
-from quire.loading.gguf_families import deepseek, granite_hybrid, grouped_mixture, recurrent_layers, refuse_key
+from quire.loading.gguf_families import (
+    deepseek,
+    gemma4,
+    granite_hybrid,
+    grouped_mixture,
+    kv_heads_of,
+    layer_types,
+    minimax,
+    mistral3,
+    nemotron_h,
+    recurrent_layers,
+    refuse_key,
+)
 from quire.loading.gguf_header import GGUFHeader
 from quire.loading.gguf_names import NAMES, ValueHeads
 
@@ -26,6 +38,7 @@ _CLASSES = {
     "olmo2": ("olmo2", "Olmo2ForCausalLM"),
     "gemma2": ("gemma2", "Gemma2ForCausalLM"),
     "gemma3": ("gemma3_text", "Gemma3ForCausalLM"),
+    "gemma4": ("gemma4_text", "Gemma4ForCausalLM"),
     "command-r": ("cohere", "CohereForCausalLM"),
     "cohere2": ("cohere2", "Cohere2ForCausalLM"),
     "smollm3": ("smollm3", "SmolLM3ForCausalLM"),
@@ -41,14 +54,18 @@ _CLASSES = {
     "glm4": ("glm4", "Glm4ForCausalLM"),
     "glm4moe": ("glm4_moe", "Glm4MoeForCausalLM"),
     "granitehybrid": ("granitemoehybrid", "GraniteMoeHybridForCausalLM"),
+    "nemotron_h": ("nemotron_h", "NemotronHForCausalLM"),
+    "nemotron_h_moe": ("nemotron_h", "NemotronHForCausalLM"),
+    "mistral3": ("mistral", "MistralForCausalLM"),
+    "minimax-m2": ("minimax_m2", "MiniMaxM2ForCausalLM"),
     "qwen3next": ("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM"),
 }
 _MIXTURES = frozenset(
     {"llama", "qwen2moe", "qwen3moe", "granitemoe", "lfm2moe", "gpt-oss", "qwen35moe", "deepseek2", "glm4moe"}
-    | {"granitehybrid", "qwen3next"}
+    | {"granitehybrid", "qwen3next", "gemma4", "nemotron_h_moe", "minimax-m2"}
 )
 _LAYER_NORMS = frozenset({"gpt2", "gptneox", "command-r", "cohere2", "starcoder2", "stablelm", "falcon"})
-_PARTLY_ROTATED = frozenset({"phi3", "stablelm", "qwen35", "qwen35moe", "qwen3next", "glm4", "glm4moe"})
+_PARTLY_ROTATED = frozenset({"phi3", "stablelm", "qwen35", "qwen35moe", "qwen3next", "glm4", "glm4moe", "minimax-m2"})
 # general.file_type of files that are not quantized.
 _DTYPES = {0: "float32", 1: "float16", 32: "bfloat16"}
 
@@ -90,6 +107,10 @@ def config_from_gguf(header: GGUFHeader) -> dict[str, Any]:
         raw["activation_function"] = "gelu_new"
     elif family == "gptneox":
         raw |= _neox(header, raw)
+    elif family in ("nemotron_h", "nemotron_h_moe"):
+        raw |= nemotron_h(header, raw["num_hidden_layers"])
+    elif family == "gemma4":
+        raw |= gemma4(header, raw["num_hidden_layers"])
     elif family == "deepseek2":
         raw |= deepseek(header, _rope(header, family, 0, raw["max_position_embeddings"]))
     else:
@@ -102,14 +123,6 @@ def num_layers(header: GGUFHeader) -> int:
     """Layers of the model, without those for multi-token prediction that a file may have behind them."""
     family = header.architecture
     return header.positive(f"{family}.block_count") - header.integer(f"{family}.nextn_predict_layers", 0)
-
-
-def kv_heads_of(header: GGUFHeader, heads: int) -> list[int]:
-    """KV heads of each layer, or of all of them; 0: the layer has no attention."""
-    key = f"{header.architecture}.attention.head_count_kv"
-    if isinstance(header.metadata.get(key), np.ndarray):
-        return [int(count) for count in header.numbers(key)]  # type: ignore[union-attr]
-    return [header.integer(key, heads)]
 
 
 def delta_net_heads(header: GGUFHeader) -> ValueHeads | None:
@@ -126,9 +139,12 @@ def delta_net_heads(header: GGUFHeader) -> ValueHeads | None:
 
 def _width(header: GGUFHeader, family: str) -> int:
     """Features of the MLP; those of an expert, if all layers are mixtures."""
-    if header.integer(f"{family}.expert_count", 0) and not header.integer(f"{family}.feed_forward_length", 0):
+    key = f"{family}.feed_forward_length"
+    if isinstance(header.metadata.get(key), np.ndarray):  # of each layer: those that have none say 0
+        return next((int(width) for width in header.numbers(key) if width), 1)  # type: ignore[union-attr]
+    if header.integer(f"{family}.expert_count", 0) and not header.integer(key, 0):
         return header.positive(f"{family}.expert_feed_forward_length")
-    return header.positive(f"{family}.feed_forward_length")
+    return header.positive(key)
 
 
 def _vocabulary(header: GGUFHeader, family: str) -> int:
@@ -180,6 +196,8 @@ def _llama_like(header: GGUFHeader, family: str, raw: dict[str, Any]) -> dict[st
 def _mixture(header: GGUFHeader, family: str) -> dict[str, Any]:
     if family == "glm4moe":
         return grouped_mixture(header, "sigmoid")
+    if family == "minimax-m2":
+        return minimax(header)
     found: dict[str, Any] = {
         "num_experts": header.positive(f"{family}.expert_count"),
         "num_experts_per_tok": header.positive(f"{family}.expert_used_count"),
@@ -196,9 +214,10 @@ def _mixture(header: GGUFHeader, family: str) -> dict[str, Any]:
     if family == "granitehybrid":
         return found | {"num_local_experts": found["num_experts"]}
     if family == "granitemoe":
-        if "blk.0.ffn_gate_shexp.weight" in header.tensors:
-            raise UnsupportedModelError(f"{header.path}: Granite mixtures with a shared expert are not supported")
-        return found
+        if "blk.0.ffn_gate_shexp.weight" not in header.tensors:
+            return found
+        kind = {"model_type": "granitemoeshared", "architectures": ["GraniteMoeSharedForCausalLM"]}
+        return found | kind | {"shared_intermediate_size": _shared_width(header)}
     found["moe_intermediate_size"] = header.positive(f"{family}.expert_feed_forward_length")
     found["norm_topk_prob"] = family == "qwen3moe"  # not in the file: llama.cpp has it per family
     if family == "lfm2moe":
@@ -246,6 +265,8 @@ def _relative(header: GGUFHeader, family: str, raw: dict[str, Any]) -> dict[str,
             "full_attention_interval": header.integer(f"{family}.full_attention_interval", 4),
             "layer_types": recurrent_layers(header, raw["num_hidden_layers"]),
         }
+    if family == "mistral3":
+        return mistral3(header, raw["rope_parameters"])
     if family == "glm4":
         refuse_key(header, "glm4.rope.dimension_sections")  # GLM-4V: Q and K are in another order
         return {}
@@ -258,7 +279,7 @@ def _relative(header: GGUFHeader, family: str, raw: dict[str, Any]) -> dict[str,
             rope = rope | {"truncate": False}  # not in the file: every released model is so
         return {
             "sliding_window": window,
-            "layer_types": _layer_types(header, family, raw["num_hidden_layers"], 2),
+            "layer_types": layer_types(header, family, raw["num_hidden_layers"], 2),
             "rope_parameters": rope,
         }
     if family in ("command-r", "cohere2"):
@@ -304,7 +325,7 @@ def _olmo3(header: GGUFHeader, window: int, raw: dict[str, Any]) -> dict[str, An
         "model_type": "olmo3",
         "architectures": ["Olmo3ForCausalLM"],
         "sliding_window": window,
-        "layer_types": _layer_types(header, "olmo2", raw["num_hidden_layers"], 4),
+        "layer_types": layer_types(header, "olmo2", raw["num_hidden_layers"], 4),
         "rope_parameters": {"full_attention": rope, "sliding_attention": plain},
     }
 
@@ -317,7 +338,7 @@ def _gemma(header: GGUFHeader, family: str, window: int | None, raw: dict[str, A
     found: dict[str, Any] = {
         "query_pre_attn_scalar": raw["hidden_size"] // raw["num_attention_heads"] if is_27b else raw["head_dim"],
         "sliding_window": window or (4096 if is_second else None),
-        "layer_types": _layer_types(header, family, layers, 2 if is_second else 6),
+        "layer_types": layer_types(header, family, layers, 2 if is_second else 6),
         "attn_logit_softcapping": header.number(f"{family}.attn_logit_softcapping", 50.0 if is_second else None),
         "final_logit_softcapping": header.number(f"{family}.final_logit_softcapping", 30.0 if is_second else None),
     }
@@ -326,15 +347,6 @@ def _gemma(header: GGUFHeader, family: str, window: int | None, raw: dict[str, A
         plain = {"rope_type": "default", "rope_theta": base}
         found["rope_parameters"] = {"full_attention": raw["rope_parameters"], "sliding_attention": plain}
     return found
-
-
-def _layer_types(header: GGUFHeader, family: str, layers: int, period: int) -> list[str]:
-    """Which layers have a window: all but the last of each period, or those that the file marks."""
-    given = header.metadata.get(f"{family}.attention.sliding_window_pattern", period)
-    marks = [(layer + 1) % given != 0 for layer in range(layers)] if isinstance(given, int) and given > 0 else given
-    if not isinstance(marks, (list, np.ndarray)) or len(marks) != layers:
-        raise CheckpointError(f"{header.path}: a sliding_window_pattern of {given} is not one of {layers} layers")
-    return ["sliding_attention" if each else "full_attention" for each in marks]
 
 
 def _shared_width(header: GGUFHeader) -> int:

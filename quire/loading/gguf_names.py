@@ -135,6 +135,26 @@ _LFM2_MIXTURE = (
     | {"blk.{}.exp_probs_b.bias": "model.layers.{}.feed_forward.expert_bias"}
 )
 
+_GEMMA4 = (
+    _GEMMA
+    | {place: name for place, name in _MIXTURE.items() if place.endswith("_exps")}
+    | {
+        "per_layer_token_embd": "model.embed_tokens_per_layer",
+        "per_layer_model_proj": "model.per_layer_model_projection",
+        "per_layer_proj_norm": "model.per_layer_projection_norm",
+        "blk.{}.layer_output_scale.weight": "model.layers.{}.layer_scalar",
+        "blk.{}.inp_gate": "model.layers.{}.per_layer_input_gate",
+        "blk.{}.proj": "model.layers.{}.per_layer_projection",
+        "blk.{}.post_norm": "model.layers.{}.post_per_layer_input_norm",
+        "blk.{}.ffn_gate_inp": "model.layers.{}.router.proj",
+        "blk.{}.ffn_gate_inp.scale": "model.layers.{}.router.scale",
+        "blk.{}.ffn_down_exps.scale": "model.layers.{}.router.per_expert_scale",
+        "blk.{}.pre_ffw_norm_2": "model.layers.{}.pre_feedforward_layernorm_2",
+        "blk.{}.post_ffw_norm_1": "model.layers.{}.post_feedforward_layernorm_1",
+        "blk.{}.post_ffw_norm_2": "model.layers.{}.post_feedforward_layernorm_2",
+    }
+)
+
 _GPT_OSS = _LLAMA | {
     "blk.{}.post_attention_norm": "model.layers.{}.post_attention_layernorm",
     "blk.{}.attn_sinks.weight": "model.layers.{}.self_attn.sinks",
@@ -197,6 +217,39 @@ _GRANITE_HYBRID = _MIXTURE | {
     "blk.{}.ssm_out": "model.layers.{}.mamba.out_proj",
 }
 
+_NEMOTRON_H = {
+    "token_embd": "backbone.embeddings",
+    "output_norm": "backbone.norm_f",
+    "output": "lm_head",
+    "blk.{}.attn_norm": "backbone.layers.{}.norm",
+    **{
+        f"blk.{{}}.{own}": f"backbone.layers.{{}}.mixer.{name}"
+        for own, name in {
+            "attn_q": "q_proj",
+            "attn_k": "k_proj",
+            "attn_v": "v_proj",
+            "attn_output": "o_proj",
+            "ffn_up": "up_proj",
+            "ffn_down": "down_proj",
+            "ffn_gate_inp": "gate",
+            "exp_probs_b.bias": "gate.e_score_correction_bias",
+            "ffn_up_exps": "experts.up_proj",
+            "ffn_down_exps": "experts.down_proj",
+            "ffn_up_shexp": "shared_experts.up_proj",
+            "ffn_down_shexp": "shared_experts.down_proj",
+            "ffn_latent_down": "fc1_latent_proj",
+            "ffn_latent_up": "fc2_latent_proj",
+            "ssm_in": "in_proj",
+            "ssm_conv1d": "conv1d",
+            "ssm_dt.bias": "dt_bias",
+            "ssm_a": "A_log",
+            "ssm_d": "D",
+            "ssm_norm": "norm",
+            "ssm_out": "out_proj",
+        }.items()
+    },
+}
+
 NAMES: Mapping[str, Mapping[str, str]] = {
     "llama": _MIXTURE,
     "qwen2": _LLAMA,
@@ -207,10 +260,11 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     "gptneox": _NEOX,
     "phi3": _PHI3,
     "granite": _LLAMA,
-    "granitemoe": _MIXTURE,
+    "granitemoe": _MIXTURE | {"blk.{}.ffn_down_shexp": "model.layers.{}.shared_mlp.output_linear"},
     "olmo2": _OLMO2,
     "gemma2": _GEMMA,
     "gemma3": _GEMMA,
+    "gemma4": _GEMMA4,
     "command-r": _LLAMA,
     "cohere2": _LLAMA,
     "smollm3": _LLAMA,
@@ -227,6 +281,10 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     "glm4moe": _GLM4_MIXTURE,
     "granitehybrid": _GRANITE_HYBRID,
     "qwen3next": _QWEN35,
+    "nemotron_h": _NEMOTRON_H,
+    "nemotron_h_moe": _NEMOTRON_H,
+    "mistral3": _LLAMA,
+    "minimax-m2": _MIXTURE | {"blk.{}.exp_probs_b.bias": "model.layers.{}.block_sparse_moe.e_score_correction_bias"},
 }
 
 _INPUT = "model.layers.{}.shared_mlp.input_linear.weight"
@@ -234,6 +292,7 @@ JOINED: Mapping[str, Sequence[tuple[str, tuple[str, str]]]] = {
     "deepseek2": [
         ("model.layers.{}.self_attn.kv_b_proj.weight", ("blk.{}.attn_k_b.weight", "blk.{}.attn_v_b.weight")),
     ],
+    "granitemoe": [(_INPUT, ("blk.{}.ffn_gate_shexp.weight", "blk.{}.ffn_up_shexp.weight"))],
     "granitehybrid": [
         (_INPUT, ("blk.{}.ffn_gate.weight", "blk.{}.ffn_up.weight")),
         (_INPUT, ("blk.{}.ffn_gate_shexp.weight", "blk.{}.ffn_up_shexp.weight")),
@@ -242,7 +301,7 @@ JOINED: Mapping[str, Sequence[tuple[str, tuple[str, str]]]] = {
 """Hugging Face's tensors that a file has in two, and those, in the order of their rows."""
 
 # Families whose Q and K are stored with the two halves of each rotary pair side by side.
-_PAIRED = frozenset({"llama", "granite", "granitemoe", "granitehybrid", "smollm3"})
+_PAIRED = frozenset({"llama", "granite", "granitemoe", "granitehybrid", "smollm3", "mistral3"})
 
 _CENTERED = frozenset({"gemma2", "gemma3", "qwen35", "qwen35moe", "qwen3next"})
 """Families whose norms are stored with 1 added."""
@@ -276,6 +335,13 @@ def part_of(architecture: str, name: str) -> tuple[str, int] | None:
     for whole, parts in JOINED.get(architecture, ()):
         if place in parts:
             return whole.format(layer_of(name)), parts.index(place)
+    return None
+
+
+def halves_of(name: str) -> tuple[str, str] | None:
+    """The tensors that make up one with gate and up of all experts, in the order of each expert's rows."""
+    if name.endswith(".ffn_gate_up_exps.weight"):
+        return name.replace("gate_up", "gate"), name.replace("gate_up", "up")
     return None
 
 

@@ -28,8 +28,9 @@ _DIGITS_BY_ONE = rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}|{_REST}"
 class _PreTokenizer:
     """How text is split before BPE merges, for a byte-level vocabulary."""
 
-    pattern: str | None = None
-    """Regular expression of a piece; None: GPT-2's, which is built into the byte-level step."""
+    patterns: tuple[str, ...] = ()
+    """Regular expressions of pieces, each applied to what the one before has split; none: GPT-2's, which is built into
+    the byte-level step."""
     lone_digits: bool = False
     nfc: bool = False
     whole_words: bool = False
@@ -40,19 +41,49 @@ class _PreTokenizer:
 
 _GPT2 = _PreTokenizer()
 _SMOLLM = _PreTokenizer(lone_digits=True)
-_LLAMA3 = _PreTokenizer(_DIGITS_BY_THREE, whole_words=True, bos=True)
-_QWEN2 = _PreTokenizer(_DIGITS_BY_ONE, nfc=True)
+_LLAMA3 = _PreTokenizer((_DIGITS_BY_THREE,), whole_words=True, bos=True)
+_QWEN2 = _PreTokenizer((_DIGITS_BY_ONE,), nfc=True)
 _NEOX = _PreTokenizer(nfc=True)
 _QWEN35 = _PreTokenizer(
-    rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|"
-    r"\s*[\r\n]+|\s+(?!\S)|\s+",
+    (
+        rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|"
+        r"\s*[\r\n]+|\s+(?!\S)|\s+",
+    ),
     nfc=True,
 )
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _GPT4O = _PreTokenizer(  # the vocabulary o200k
-    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_CONTRACTIONS}?|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_CONTRACTIONS}?|"
-    r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    (
+        rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_CONTRACTIONS}?|"
+        rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_CONTRACTIONS}?|"
+        r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    )
 )
+_TEKKEN = _PreTokenizer(
+    (
+        rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|"
+        r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    ),
+    whole_words=True,
+    bos=True,
+)
+_DEEPSEEK3 = _PreTokenizer(
+    (
+        r"\p{N}{1,3}",
+        "[一-龥\u3040-ゟ゠-ヿ]+",
+        r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+|"
+        r" ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    )
+)
+_UPPER_NOT_HAN, _LOWER_NOT_HAN = (f"[{letters[1:-1]}&&[^\\p{{Han}}]]" for letters in (_UPPER, _LOWER))
+_KIMI = _PreTokenizer(
+    (
+        rf"[\p{{Han}}]+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER_NOT_HAN}*{_LOWER_NOT_HAN}+{_CONTRACTIONS}?|"
+        rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER_NOT_HAN}+{_LOWER_NOT_HAN}*{_CONTRACTIONS}?|"
+        r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    )
+)
+_GLM4 = _PreTokenizer((_DIGITS_BY_THREE,), whole_words=True)
 
 _PRE_TOKENIZERS: Mapping[str, _PreTokenizer] = {
     "gpt-2": _GPT2,
@@ -72,11 +103,19 @@ _PRE_TOKENIZERS: Mapping[str, _PreTokenizer] = {
     "lfm2": _LLAMA3,
     "gpt-4o": _GPT4O,
     "qwen35": _QWEN35,
-    "dbrx": _PreTokenizer(_DIGITS_BY_THREE),
-    "smaug-bpe": _PreTokenizer(_DIGITS_BY_THREE),
+    "dbrx": _PreTokenizer((_DIGITS_BY_THREE,)),
+    "smaug-bpe": _PreTokenizer((_DIGITS_BY_THREE,)),
     "qwen2": _QWEN2,
     "deepseek-r1-qwen": _QWEN2,
-    "stablelm2": _PreTokenizer(_DIGITS_BY_ONE),
+    "stablelm2": _PreTokenizer((_DIGITS_BY_ONE,)),
+    "deepseek-v3": _DEEPSEEK3,
+    "chatglm-bpe": _PreTokenizer((_DIGITS_BY_THREE,)),
+    "glm4": _GLM4,
+    "glm5": _GLM4,
+    "tekken": _TEKKEN,
+    "minimax-m2": _GPT4O,
+    "kimi-k2": _KIMI,
+    "pixtral": _LLAMA3,
     "olmo": _NEOX,
     "mpt": _NEOX,
 }
@@ -108,9 +147,11 @@ def tokenizer_from_gguf(header: GGUFHeader, tokens: list[str]) -> Tokenizer:
         tokenizer = _byte_level(header, tokens)
     elif kind == "llama":
         tokenizer = _sentencepiece(header, tokens, types)
+    elif kind == "gemma4":
+        tokenizer = _gemma4(header, tokens)
     else:
         raise UnsupportedModelError(
-            f"{header.path}: tokenizer model {kind!r} is not supported ('gpt2' and 'llama' are); "
+            f"{header.path}: tokenizer model {kind!r} is not supported ('gpt2', 'llama' and 'gemma4' are); "
             "give the original model's tokenizer folder instead"
         )
     _add_special(tokenizer, tokens, types)
@@ -140,22 +181,37 @@ def _pre_tokenizer(header: GGUFHeader) -> _PreTokenizer:
 
 def _byte_level(header: GGUFHeader, tokens: list[str]) -> Tokenizer:
     split = _pre_tokenizer(header)
-    pieces = [merge.split(" ") for merge in header.strings("tokenizer.ggml.merges") or []]
-    if any(len(piece) != 2 for piece in pieces):
-        raise CheckpointError(f"{header.path}: tokenizer.ggml.merges has entries that are not pairs")
-    merges = [(left, right) for left, right in pieces]
     vocabulary = {token: number for number, token in enumerate(tokens)}
-    tokenizer = Tokenizer(_bpe(header, vocabulary, merges, ignore_merges=split.whole_words))
+    tokenizer = Tokenizer(_bpe(header, vocabulary, _merges(header), ignore_merges=split.whole_words))
     if split.nfc:
         tokenizer.normalizer = normalizers.NFC()
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split.pattern is None)
-    steps: list[pre_tokenizers.PreTokenizer] = [byte_level]
-    if split.pattern is not None:
-        steps.insert(0, pre_tokenizers.Split(Regex(split.pattern), behavior="isolated"))
+    steps: list[pre_tokenizers.PreTokenizer] = [
+        pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in split.patterns
+    ]
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not split.patterns))
     if split.lone_digits:
         steps.insert(0, pre_tokenizers.Digits(individual_digits=True))
     tokenizer.pre_tokenizer = steps[0] if len(steps) == 1 else pre_tokenizers.Sequence(steps)
     tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _merges(header: GGUFHeader) -> list[tuple[str, str]]:
+    pieces = [merge.split(" ") for merge in header.strings("tokenizer.ggml.merges") or []]
+    if any(len(piece) != 2 for piece in pieces):
+        raise CheckpointError(f"{header.path}: tokenizer.ggml.merges has entries that are not pairs")
+    return [(left, right) for left, right in pieces]
+
+
+def _gemma4(header: GGUFHeader, tokens: list[str]) -> Tokenizer:
+    """Merges over whole texts, as in SentencePiece: spaces are a character of their own, and characters without a
+    token are bytes."""
+    vocabulary = {token: number for number, token in enumerate(tokens)}
+    unknown = special_token(header, tokens, "unknown")
+    model = _bpe(header, vocabulary, _merges(header), unk_token=unknown, fuse_unk=True, byte_fallback=True)
+    tokenizer = Tokenizer(model)
+    tokenizer.normalizer = normalizers.Replace(" ", "▁")
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
     return tokenizer
 
 
@@ -216,7 +272,7 @@ def _add_special(tokenizer: Tokenizer, tokens: list[str], types: list[int]) -> N
 
 def adds_bos_eos(header: GGUFHeader) -> tuple[bool, bool]:
     """Whether BOS is added before each text, and EOS after it."""
-    bos = True if header.text("tokenizer.ggml.model") == "llama" else _pre_tokenizer(header).bos
+    bos = header.text("tokenizer.ggml.model") in ("llama", "gemma4") or _pre_tokenizer(header).bos
     return header.flag("tokenizer.ggml.add_bos_token", bos), header.flag("tokenizer.ggml.add_eos_token", False)
 
 

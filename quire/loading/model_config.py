@@ -73,6 +73,11 @@ class ModelConfig:
         raw = {**_FAMILY_DEFAULTS.get(raw.get("model_type", ""), {}), **raw}
         if raw.get("model_type") in ("gemma4_text", "gemma4_unified_text"):
             raw |= _gemma4(raw)
+        if raw.get("model_type") in _WITHOUT_ATTENTION:
+            raise UnsupportedModelError(
+                f"{architecture} (model_type {raw['model_type']!r}) is not implemented: of models without attention "
+                "only Mamba 2 is"
+            )
         hidden = positive_integer(raw, "hidden_size", "n_embd", "n_embed")
         layers = positive_integer(raw, "num_hidden_layers", "n_layer")
         heads = positive_integer(raw, "num_attention_heads", "n_head")
@@ -92,7 +97,7 @@ class ModelConfig:
             num_kv_heads=kv_heads,
             head_dim=head_dim,
             intermediate_size=_first(raw, "intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size") or 4 * hidden,
-            max_position=positive_integer(raw, "max_position_embeddings", "n_positions", "n_ctx"),
+            max_position=positive_integer(raw, "max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"),
             norm_eps=float(_first(raw, *_NORM_EPS, default=1e-5)),
             tie_embeddings=bool(raw.get("tie_word_embeddings", _TIED_BY_DEFAULT.get(raw.get("model_type", ""), False))),
             dtype=_dtype_name(raw.get("dtype") or raw.get("torch_dtype")),
@@ -122,6 +127,7 @@ _GEMMA4: Mapping[str, Any] = {
         "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1000000.0},
     },
 }
+_WITHOUT_ATTENTION = frozenset({"mamba", "falcon_mamba", "rwkv", "xlstm"})
 # A config.json omits values that equal its family's defaults.
 _TIED_BY_DEFAULT = {"gpt2": True}
 _FAMILY_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
@@ -174,6 +180,8 @@ _FAMILY_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "glm4_moe_lite": {"n_shared_experts": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 1.8},
     "granite": {"rms_norm_eps": 1e-6},
     "granitemoe": {"rms_norm_eps": 1e-6},
+    "granitemoehybrid": {"rms_norm_eps": 1e-6},
+    "granitemoeshared": {"rms_norm_eps": 1e-6},
     "jamba": {"rms_norm_eps": 1e-6, "max_position_embeddings": 262144, "num_experts": 16, "num_experts_per_tok": 2},
     "lfm2": {"tie_word_embeddings": True, "rope_theta": 1000000.0, "max_position_embeddings": 128000},
     "lfm2_moe": {"tie_word_embeddings": True, "rope_theta": 1000000.0, "max_position_embeddings": 128000},

@@ -21,7 +21,7 @@ _IN_MEMORY = ExpertNaming(
     "block_sparse_moe.router.weight", _IN_MEMORY_GATE_UP, _IN_MEMORY_GATE_UP, "block_sparse_moe.experts.down_proj"
 )
 EXPERT_NAMINGS = (_PUBLISHED, _IN_MEMORY)
-_IMPLEMENTED = {"position_embedding_type": "rope", "normalization_function": "rmsnorm"}
+IMPLEMENTED = {"position_embedding_type": "rope", "normalization_function": "rmsnorm"}
 
 
 def with_factors(variant: LlamaVariant, config: ModelConfig) -> LlamaVariant:
@@ -42,7 +42,7 @@ class GraniteForCausalLM(LlamaForCausalLM):
     """The dense Granite 3 models."""
 
     def __init__(self, build: BuildContext) -> None:
-        refuse_other_values(build.config, _IMPLEMENTED)
+        refuse_other_values(build.config, IMPLEMENTED)
         bias, mlp_bias = (bool(build.config.raw.get(name, False)) for name in ("attention_bias", "mlp_bias"))
         super().__init__(build, with_factors(LlamaVariant(bias, bias, mlp_bias), build.config))
 
@@ -51,7 +51,7 @@ class GraniteMoeForCausalLM(LlamaForCausalLM):
     """The Granite 3 mixtures."""
 
     def __init__(self, build: BuildContext) -> None:
-        refuse_other_values(build.config, _IMPLEMENTED)
+        refuse_other_values(build.config, IMPLEMENTED)
         bias = bool(build.config.raw.get("attention_bias", False))
         routing = Routing.from_config(build.config, "intermediate_size", renormalise=True)
 

@@ -19,9 +19,10 @@ from quire.layers.moe import Routing, SparseMLP
 from quire.layers.norm import RMSNorm
 from quire.layers.recurrent import Mamba2Mixer, Mamba2Settings, time_step_limit
 from quire.loading.model_config import ModelConfig, positive_integer
-from quire.models.granite import EXPERT_NAMINGS, with_factors
+from quire.models.base import refuse_other_values
+from quire.models.granite import EXPERT_NAMINGS, IMPLEMENTED, with_factors
 from quire.models.hybrid_layers import FULL, RECURRENT, HybridForCausalLM, HybridLayer, layer_factory, layer_kinds
-from quire.models.llama import LlamaVariant
+from quire.models.llama import LlamaForCausalLM, LlamaVariant
 
 
 class SharedMLP(nn.Module):
@@ -89,6 +90,19 @@ class GraniteMoeHybridForCausalLM(HybridForCausalLM):
         layer = layer_factory(GraniteHybridLayer, kinds, partial(Mamba2Mixer, settings=settings))
         variant = LlamaVariant(bias, bias, layer=layer, unrotated=unrotated)
         super().__init__(build, with_factors(variant, config), kinds, settings.cache(build))
+
+
+class GraniteMoeSharedForCausalLM(LlamaForCausalLM):
+    """Granite mixtures with an MLP for all tokens beside the experts, and attention in every layer."""
+
+    def __init__(self, build: BuildContext) -> None:
+        refuse_other_values(build.config, IMPLEMENTED)
+        bias = bool(build.config.raw.get("attention_bias", False))
+
+        def layer(build: BuildContext, variant: LlamaVariant, number: int, cos_sin: torch.Tensor | None) -> nn.Module:
+            return GraniteHybridLayer(build, variant, number, cos_sin, None)
+
+        super().__init__(build, with_factors(LlamaVariant(bias, bias, layer=layer), build.config))
 
 
 class BambaForCausalLM(HybridForCausalLM):

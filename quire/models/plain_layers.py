@@ -87,9 +87,12 @@ class PostNormLayer(_PlainLayer):
 class PlainMLP(nn.Module):
     """One hidden layer, without a gate."""
 
-    def __init__(self, build: BuildContext, names: tuple[str, str], act: str, bias: bool) -> None:
+    def __init__(
+        self, build: BuildContext, names: tuple[str, str], act: str, bias: bool, width: int | None = None
+    ) -> None:
+        """`width`: None: that of the config."""
         super().__init__()
-        size, width = build.config.hidden_size, build.config.intermediate_size
+        size, width = build.config.hidden_size, width or build.config.intermediate_size
         self.act = activation(act)
         self.up = ColumnParallelLinear(build, names[0], size, width, bias)
         self.down = RowParallelLinear(build, names[1], width, size, bias)

@@ -34,6 +34,7 @@ _KNOWN = {
     "GraniteForCausalLM": "quire.models.granite.GraniteForCausalLM",
     "GraniteMoeForCausalLM": "quire.models.granite.GraniteMoeForCausalLM",
     "GraniteMoeHybridForCausalLM": "quire.models.granite_hybrid.GraniteMoeHybridForCausalLM",
+    "GraniteMoeSharedForCausalLM": "quire.models.granite_hybrid.GraniteMoeSharedForCausalLM",
     "Idefics3ForConditionalGeneration": "quire.models.llava.Idefics3ForConditionalGeneration",
     "InternVLForConditionalGeneration": "quire.models.llava.LlavaForConditionalGeneration",
     "JambaForCausalLM": "quire.models.jamba.JambaForCausalLM",

@@ -17,7 +17,7 @@ from quire.config import EngineConfig
 from quire.distributed.groups import Ranks
 from quire.errors import UnsupportedModelError
 from quire.kernels.base import Ops
-from quire.kernels.gates import PLAIN_EXPERTS, ExpertVariant
+from quire.kernels.gates import PLAIN_EXPERTS, ExpertVariant, has_gate
 from quire.kernels.kv import KVFormat
 from quire.kernels.routing import RouteRule
 from quire.kernels.weights.base import Weight
@@ -402,6 +402,8 @@ def find_matrices(model: CausalLM) -> Iterator[Matrix]:
 
 
 def _expert_matrices(owner: str, module: SparseMLP) -> Iterator[Matrix]:
+    if not has_gate(module.variant.activation):
+        raise UnsupportedModelError(f"the experts of {owner} have no gates: they are implemented in 16 bits alone")
     naming, width = module.namings[0], module.share.width
     for expert in range(module.routing.num_experts):
         fused, down = _dense(module.gate_up)[expert], _dense(module.down)[expert]

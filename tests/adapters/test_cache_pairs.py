@@ -22,6 +22,7 @@ MODELS = {
     "deepseek-v2-lite": (ZOO, [["q_proj", "o_proj"], ["kv_a_proj_with_mqa", "o_proj"]]),
     "qwen3.5": (HYBRIDS, [["q_proj", "o_proj", "down_proj"], ["in_proj_qkv", "out_proj", "up_proj"]]),
     "lfm2": (HYBRIDS, [["q_proj", "v_proj"], ["in_proj", "w1"]]),
+    "nemotron-3-latent": (HYBRIDS, [["q_proj", "v_proj"], ["in_proj", "fc1_latent_proj", "shared_experts.down_proj"]]),
 }
 
 

@@ -22,7 +22,7 @@ PROMPTS = [
     torch.randint(0, 97, (length,), generator=torch.Generator().manual_seed(length)).tolist() for length in (37, 21, 5)
 ]
 LENGTH = 6
-BLOCKS = {"qwen3.5-moe": 13, "nemotron-h": 23, "lfm2": 13, "bloom": 11, "jamba": 23}
+BLOCKS = {"qwen3.5-moe": 13, "nemotron-3": 13, "lfm2": 13, "bloom": 11, "jamba": 23}
 """Pages that are too few for all prompts at once."""
 GREEDY = SamplingParams(temperature=0, max_tokens=LENGTH, ignore_eos=True)
 
@@ -35,7 +35,7 @@ def greedy(reference: Any, prompt: list[int]) -> list[int]:
     return tokens[len(prompt) :]
 
 
-@pytest.fixture(scope="module", params=["qwen3.5-moe", "nemotron-h", "mamba-2", "lfm2", "jamba", "bloom"])
+@pytest.fixture(scope="module", params=["qwen3.5-moe", "nemotron-3", "mamba-2", "lfm2", "jamba", "bloom"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[int]]]:
     """A random hybrid, or another model whose attention differs; and its tokens."""
     folder = tmp_path_factory.mktemp(request.param)

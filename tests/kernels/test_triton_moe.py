@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from tests.kernels.triton_target import DEVICE, HALF, ON_GPU, assert_same_bits
 
-from quire.kernels.gates import GATES, ExpertVariant  # isort: skip
+from quire.kernels.gates import GATES, ExpertVariant, has_gate  # isort: skip
 from quire.kernels.reference import TorchOps  # isort: skip
 from quire.kernels.routing import RouteRule  # isort: skip
 from quire.kernels.triton.moe import tile as moe_tile
@@ -261,10 +261,12 @@ def test_wide_experts_are_read_in_chunks() -> None:
     assert_close(out, reference(x, *routing, gate_up, down), HALF)
 
 
-@pytest.mark.parametrize("activation", ["clamped_swiglu", "gelu_tanh"])
+@pytest.mark.parametrize("activation", ["clamped_swiglu", "gelu_tanh", "relu2_alone"])
 @pytest.mark.parametrize("config", [VECTOR, TILE, WIDE_TILE], ids=["vector", "tile", "wide"])
 def test_biases_and_other_activations(config: ExpertsConfig, activation: str) -> None:
     gate_up, down = expert_weights(4, HALF)
+    if not has_gate(activation):  # up alone
+        gate_up = gate_up[:, down.shape[2] :].contiguous()
     variant = ExpertVariant(activation, random(4, gate_up.shape[1]).to(HALF), random(4, HIDDEN).to(HALF))
     x, (weights, experts) = random(5, HIDDEN).to(HALF) * 3, choices(5, 5, 2)  # the fifth expert is on another rank
     out = experts_by(x, weights, experts, gate_up, down, config, variant)
@@ -273,6 +275,7 @@ def test_biases_and_other_activations(config: ExpertsConfig, activation: str) ->
         for slot, expert in enumerate(chosen):
             if expert < 4:
                 first, second = (bias.double() for bias in variant.biases(expert))
-                features = GATES[activation](*(gate_up[expert].double() @ row + first).chunk(2))
+                product = gate_up[expert].double() @ row + first
+                features = GATES[activation](*product.chunk(2)) if has_gate(activation) else product.relu().square()
                 expected[token] += weights[token, slot].double() * (down[expert].double() @ features + second)
     assert_close(out, expected, HALF)

@@ -129,11 +129,50 @@ def test_each_pre_tokenizer_splits_digits_its_own_way(
 def test_words_are_split_as_in_the_originals() -> None:
     from transformers.models.qwen3_5.tokenization_qwen3_5 import PRETOKENIZE_REGEX
 
-    assert _PRE_TOKENIZERS["qwen35"].pattern == PRETOKENIZE_REGEX
-    split = pre_tokenizers.Split(Regex(_PRE_TOKENIZERS["gpt-4o"].pattern), "isolated").pre_tokenize_str
-    # o200k begins a word at a capital letter, and keeps contractions with their word.
-    assert [piece for piece, _ in split("HTTPServer isn't a/b")] == ["HTTPServer", " isn't", " a", "/b"]
-    assert [piece for piece, _ in split("camelCase 12345\n/")] == ["camel", "Case", " ", "123", "45", "\n", "/"]
+    assert _PRE_TOKENIZERS["qwen35"].patterns == (PRETOKENIZE_REGEX,)
+
+    def split(pre: str, text: str) -> list[str]:
+        steps = [pre_tokenizers.Split(Regex(each), "isolated") for each in _PRE_TOKENIZERS[pre].patterns]
+        return [piece for piece, _ in pre_tokenizers.Sequence(steps).pre_tokenize_str(text)]
+
+    # o200k begins a word at a capital letter, and keeps contractions with their word; Tekken does not.
+    assert split("gpt-4o", "HTTPServer isn't a/b") == ["HTTPServer", " isn't", " a", "/b"]
+    assert split("gpt-4o", "camelCase 12345\n/") == ["camel", "Case", " ", "123", "45", "\n", "/"]
+    assert split("tekken", "camelCase isn't 12\n/") == ["camel", "Case", " isn", "'t", " ", "1", "2", "\n", "/"]
+    # DeepSeek V3 splits digits first, then Chinese and Japanese, and lets words begin with a sign.
+    assert split("deepseek-v3", "_x a12345\u4e2d\u6587 (y) z\n") == [
+        "_x", " a", "123", "45", "\u4e2d\u6587", " (", "y", ")", " z", "\n",
+    ]  # fmt: skip
+    assert split("kimi-k2", "Hello\u4e2d\u6587abc isn't 1234\u65e5\u672c\u30c6\u30ad\n") == [
+        "Hello", "\u4e2d\u6587", "abc", " isn't", " ", "123", "4", "\u65e5\u672c", "\u30c6\u30ad", "\n",
+    ]  # fmt: skip
+    assert split("glm4", "We'LL 12345 x") == ["We", "'LL", " ", "123", "45", " x"]
+
+
+def test_gemma_4_merges_whole_texts_and_falls_back_to_bytes(write_gguf: Write) -> None:
+    """As transformers' tokenizer of the same vocabulary and merges."""
+    transformers = pytest.importorskip("transformers")
+    merges = ["\n \n", "h i", "\u2581 hi", "a \u2581", "a\u2581 \u2581hi", "\u2581 \u2581"]
+    letters = ["\u2581", "\n", "h", "i", "a", "e"]
+    made = [*letters, *(merge.replace(" ", "") for merge in merges)]
+    tokens = ["<pad>", "<eos>", "<bos>", "<unk>", "<|turn>", *[f"<0x{byte:02X}>" for byte in range(256)], *made]
+
+    def extra(writer: gguf.GGUFWriter) -> None:
+        writer.add_tokenizer_model("gemma4")
+        writer.add_token_list(tokens)
+        writer.add_token_types([3, 3, 3, 3, 4, *[6] * 256, *[1] * len(made)])
+        writer.add_token_merges(merges)
+        writer.add_bos_token_id(2)
+        writer.add_unk_token_id(3)
+
+    tokenizer = load_tokenizer(write_gguf({}, extra=extra))
+    pairs = [tuple(merge.split(" ")) for merge in merges]
+    theirs = transformers.GemmaTokenizer(vocab={token: n for n, token in enumerate(tokens)}, merges=pairs)
+    theirs.add_tokens(["<|turn>"])
+    for text in ("hi  hi", "a hi\n\n\nhi", "ha \u00e9\u4e2d i", "  a", "hi <|turn>hi", ""):
+        ids = tokenizer(text)["input_ids"]
+        assert ids == [2, *theirs(text, add_special_tokens=False)["input_ids"]], text
+        assert tokenizer.decode(ids, skip_special_tokens=True) == text
 
 
 def test_special_and_user_defined_tokens_and_bos(write_gguf: Write) -> None:

@@ -25,6 +25,7 @@ from transformers import (
 from quire.distributed.groups import Ranks
 from quire.errors import UnsupportedModelError
 from quire.loading.model_config import ModelConfig
+from quire.quantization.schemes.on_load import OnLoadScheme
 from tests.models.harness import (
     assert_same,
     checkpoint_tensors,
@@ -93,6 +94,29 @@ def _lfm2(kind: type[PretrainedConfig], **changes: Any) -> PretrainedConfig:
     return kind(**(shape | changes))
 
 
+def _nemotron(**changes: Any) -> PretrainedConfig:
+    shape: dict[str, Any] = {
+        "vocab_size": 97,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 128,
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 16,
+        "ssm_state_size": 8,
+        "n_groups": 2,
+        "chunk_size": 16,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 20,
+        "moe_shared_expert_intermediate_size": 28,
+        "routed_scaling_factor": 1.5,
+    }
+    return NemotronHConfig(**(shape | changes))
+
+
 HYBRIDS: dict[str, PretrainedConfig] = {
     "qwen3-next": _qwen(Qwen3NextConfig, mlp_only_layers=[1]),
     "qwen3.5": _qwen(Qwen3_5TextConfig, tie_word_embeddings=True, attention_bias=True),
@@ -124,21 +148,9 @@ HYBRIDS: dict[str, PretrainedConfig] = {
         mamba_proj_bias=True,
     ),
     "bamba": _mamba(BambaConfig, attn_layer_indices=[1]),
-    "nemotron-h": NemotronHConfig(
-        vocab_size=97,
-        hidden_size=32,
-        intermediate_size=48,
-        hybrid_override_pattern="M-M*-",
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=128,
-        mamba_num_heads=4,
-        mamba_head_dim=16,
-        ssm_state_size=8,
-        n_groups=2,
-        chunk_size=16,
-    ),
+    "nemotron-h": _nemotron(hybrid_override_pattern="M-M*-"),
+    "nemotron-3": _nemotron(hybrid_override_pattern="ME*E", n_group=2, topk_group=1),
+    "nemotron-3-latent": _nemotron(hybrid_override_pattern="EM*EM", moe_latent_size=16),
     "jamba": JambaConfig(
         vocab_size=97,
         hidden_size=32,
@@ -328,7 +340,8 @@ def test_experts_by_their_published_names(name: str) -> None:
     ("name", "change", "message"),
     [
         ("qwen3-next", {"layer_types": ["sliding_attention"] * 4}, "sliding_attention"),
-        ("nemotron-h", {"layers_block_type": ["moe"] * 5}, "moe"),
+        ("nemotron-h", {"layers_block_type": ["hyena"] * 5}, "hyena"),
+        ("nemotron-3", {"mlp_hidden_act": "silu"}, "silu"),
         ("nemotron-h", {"mamba_hidden_act": "gelu"}, "gelu"),
         ("granite-4", {"position_embedding_type": "alibi"}, "alibi"),
         ("granite-4", {"hidden_act": "gelu"}, "gelu"),
@@ -341,3 +354,9 @@ def test_what_is_not_implemented_is_refused_by_name(name: str, change: dict[str,
     config = model_config(random_reference(HYBRIDS[name]))
     with pytest.raises(UnsupportedModelError, match=message):
         empty_model(ModelConfig.from_dict(dict(config.raw) | change))
+
+
+def test_experts_without_gates_are_refused_in_few_bits() -> None:
+    config = model_config(random_reference(HYBRIDS["nemotron-3"]))
+    with pytest.raises(UnsupportedModelError, match=r"backbone\.layers\.1\.mixer\.experts\.0\.up_proj"):
+        empty_model(config, scheme=OnLoadScheme("int8"))

@@ -29,6 +29,7 @@ from transformers import (
     Llama4TextConfig,
     LlamaConfig,
     MambaConfig,
+    MiMoV2FlashConfig,
     MiniMaxM2Config,
     NemotronConfig,
     Olmo2Config,
@@ -90,6 +91,12 @@ ZOO = {
     "dots1": _config(Dots1Config, **MIXTURE),
     # Biases everywhere, also in the head.
     "phi": _config(PhiConfig),
+    # Values smaller than keys, of other sizes in layers with a window; sinks; experts.
+    "mimo-v2-flash": _config(
+        MiMoV2FlashConfig, head_dim=16, v_head_dim=8, swa_head_dim=12, swa_v_head_dim=8, swa_num_attention_heads=4,
+        swa_num_key_value_heads=2, sliding_window=5, n_routed_experts=8, num_experts_per_tok=2, n_group=1, topk_group=1,
+        moe_intermediate_size=20,
+    ),
     # Soft caps of scores; an embedding with a scale, tied.
     "vaultgemma": _config(VaultGemmaConfig, head_dim=8, sliding_window=5, attn_logit_softcapping=2.0),
     # Does not say that its attention can be replaced, but it can.
@@ -260,7 +267,7 @@ def empty(config: PretrainedConfig, architecture: str, ranks: Ranks | None = Non
         (T5Config(**SHAPE), "T5ForConditionalGeneration", "'T5ForConditionalGeneration' is not implemented"),
         (BertConfig(**SHAPE), "BertLMHeadModel", "mask other than causal"),
         (BloomConfig(**SHAPE), "BloomForCausalLM", "0 of its 2 layers call attention"),
-        (MambaConfig(**SHAPE), "MambaForCausalLM", "recurrent states"),
+        (MambaConfig(**SHAPE), "MambaForCausalLM", "of models without attention only Mamba 2 is"),
         (FalconH1Config(**SHAPE), "FalconH1ForCausalLM", "FalconH1.*recurrent states"),
         (Lfm2Config(**SHAPE, layer_types=["conv", "full_attention"]), "Lfm2ForCausalLM", "layers of the types conv"),
         (DogeConfig(**SHAPE), "DogeForCausalLM", "mask of its own"),

@@ -10,7 +10,7 @@ import triton.language as tl
 
 @triton.jit
 def gate_mul(gate, up, ACTIVATION: tl.constexpr):
-    """The activation, one of `gates.GATES`, of float32 values."""
+    """The activation, one of `gates.GATES` or `gates.UNGATED`, of float32 values; the latter do not read `up`."""
     if ACTIVATION == "silu":
         out = gate / (1 + tl.exp(-gate)) * up
     elif ACTIVATION == "clamped_swiglu":
@@ -22,6 +22,9 @@ def gate_mul(gate, up, ACTIVATION: tl.constexpr):
     elif ACTIVATION == "gelu_tanh":
         # 0.5 (1 + tanh(z)) is sigmoid(2 z).
         out = gate / (1 + tl.exp(-1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))) * up
+    elif ACTIVATION == "relu2_alone":
+        positive = tl.maximum(gate, 0.0)
+        out = positive * positive
     elif ACTIVATION == "relu2":
         positive = tl.maximum(gate, 0.0)
         out = positive * positive * up

@@ -10,7 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from quire.kernels.adapters import SlotLowRank
 from quire.kernels.base import CompilableKernel
-from quire.kernels.gates import PLAIN_EXPERTS, ExpertVariant
+from quire.kernels.gates import PLAIN_EXPERTS, ExpertVariant, has_gate
 from quire.kernels.kv import LayerKV
 from quire.kernels.reference import TorchOps
 from quire.kernels.routing import RouteRule
@@ -299,7 +299,7 @@ class TritonOps(TorchOps):
             return None
         if self._invariant:
             return moe_tuning.INVARIANT
-        return choose_experts(moe.shape_of(gate_up, top_k), x.shape[0], x.dtype)
+        return choose_experts(moe.shape_of(down, top_k), x.shape[0], x.dtype)
 
     def expert_kernels_of(
         self, gate_up: Weight, down: Weight, top_k: int, renormalise: bool, routed: int, max_tokens: int,
@@ -316,7 +316,7 @@ class TritonOps(TorchOps):
         return moe.launches(gate_up, down, top_k, renormalise, routed, wanted, variant)  # type: ignore[arg-type]
 
     def gate_mul(self, gate_up: torch.Tensor, activation: str = "silu") -> torch.Tensor:
-        if _is_supported(gate_up):
+        if _is_supported(gate_up) and has_gate(activation):
             return elementwise.silu_mul(gate_up, activation)
         return super().gate_mul(gate_up, activation)
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from transformers import AttentionInterface
 
@@ -111,7 +112,14 @@ class PagedLayer:
     step: AttentionStep
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Heads' outputs [1, tokens, heads, head_dim] of q [1, heads, tokens, head_dim], k and v."""
+        """Heads' outputs [1, tokens, heads, value_dim] of q and k [1, heads, tokens, head_dim], and v."""
+        missing = q.shape[3] - v.shape[3]
+        if not missing:
+            return self._attend(q, k, v)
+        # The cache has one size for both: values are stored with zeros behind them.
+        return self._attend(q, k, F.pad(v, (0, missing)))[..., : v.shape[3]].contiguous()
+
+    def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         step = self.step
         rotation = step.take_rotation()
         if step.check is not None:

@@ -33,11 +33,19 @@ def _library_config(raw: Mapping[str, Any], architecture: str) -> PretrainedConf
             f"{architecture} with model_type {family!r} is not a causal language model of the installed transformers "
             f"library{code}"
         )
-    fields = {key: value for key, value in raw.items() if key not in ("quantization_config", "dtype", "torch_dtype")}
+    left_out = ("quantization_config", "dtype", "torch_dtype")
+    fields = {key: _finite_or_not(value) for key, value in raw.items() if key not in left_out}
     try:
         return CONFIG_MAPPING[family].from_dict(fields)
     except Exception as error:
         raise CheckpointError(f"the config of {architecture} is refused by transformers: {error}") from error
+
+
+def _finite_or_not(value: Any) -> Any:
+    """A value of a config.json with the library's names of infinities as numbers."""
+    if isinstance(value, list):
+        return [_finite_or_not(each) for each in value]
+    return float(value["__float__"]) if isinstance(value, dict) and value.keys() == {"__float__"} else value
 
 
 def make_model(build: BuildContext) -> Any:
@@ -70,6 +78,13 @@ def make_model(build: BuildContext) -> Any:
         raise UnsupportedModelError(
             f"{architecture} cannot run through transformers here: the library cannot build it with another attention "
             f"({type(error).__name__}: {error})"
+        ) from error
+    try:
+        getattr(model, model.base_model_prefix, model).get_input_embeddings()
+    except NotImplementedError as error:
+        raise UnsupportedModelError(
+            f"{architecture} cannot run through transformers here: the library does not say which module is its "
+            "embedding"
         ) from error
     return model.eval().requires_grad_(False)
 

@@ -215,7 +215,13 @@ class TransformersForCausalLM(nn.Module):
             else:
                 tensors[full] = memory
         if computed and self.build.device.type != "meta":
-            library._init_weights(module)
+            try:
+                library._init_weights(module)
+            except Exception as error:
+                raise UnsupportedModelError(
+                    f"{self.build.config.architecture} cannot run through transformers here: the library cannot "
+                    f"compute the buffer {next(iter(computed))} ({type(error).__name__}: {error})"
+                ) from error
             for full, memory in computed.items():
                 if bool((memory.isnan() if memory.is_floating_point() else memory == -1).any()):
                     raise UnsupportedModelError(

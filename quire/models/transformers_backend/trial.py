@@ -177,10 +177,10 @@ def _trial_attention(
     if attention_mask.refused:
         raise UnsupportedModelError(f"{kind}: {attention_mask.refused}")
     _, heads, tokens, dim = query.shape
-    if key.shape[-1] != dim or value.shape[-1] != dim:
+    if key.shape[-1] != dim or value.shape[-1] > dim:
         raise UnsupportedModelError(
-            f"{kind} has queries of size {dim}, keys of {key.shape[-1]}, values of {value.shape[-1]}: different sizes "
-            "are not implemented"
+            f"{kind} has queries of size {dim}, keys of {key.shape[-1]}, values of {value.shape[-1]}: values larger "
+            "than keys are not implemented"
         )
     if key.shape[1] != value.shape[1] or heads % key.shape[1] or key.shape[2] != tokens:
         raise UnsupportedModelError(f"{kind} attends to keys {tuple(key.shape)} of other tokens or heads")
@@ -197,7 +197,7 @@ def _trial_attention(
     asked = dataclasses.replace(asked, window=window)
     call = LayerCall(module, heads, key.shape[1], dim, asked, None if asked.sinks is None else sinks)
     _running.saw_attention(module, call)
-    return query.transpose(1, 2).contiguous(), None
+    return query[..., : value.shape[-1]].transpose(1, 2).contiguous(), None
 
 
 def _trial_experts(

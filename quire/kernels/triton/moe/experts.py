@@ -38,10 +38,10 @@ def experts(
     return tile_experts(x, weights, chosen, gate_up, down, config, variant)
 
 
-def shape_of(gate_up: torch.Tensor, top_k: int) -> ExpertsShape:
-    """The shape of experts with stacked weights [experts, 2 * width, hidden]."""
-    count, double, hidden = gate_up.shape
-    return ExpertsShape(count, top_k, double // 2, hidden)
+def shape_of(down: torch.Tensor, top_k: int) -> ExpertsShape:
+    """The shape of experts whose second product has the stacked weights [experts, hidden, width]."""
+    count, hidden, width = down.shape
+    return ExpertsShape(count, top_k, width, hidden)
 
 
 def launches(

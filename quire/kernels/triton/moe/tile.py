@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from quire.kernels.gates import PLAIN_EXPERTS, ExpertVariant
+from quire.kernels.gates import PLAIN_EXPERTS, ExpertVariant, has_gate
 from quire.kernels.triton.gates import gate_mul
 from quire.kernels.triton.launch import gdc_launch_dependents, gdc_wait, pdl
 from quire.kernels.triton.moe.common import ExpertsConfig, GemmTile
@@ -85,7 +85,8 @@ def _grouped(
     SPAN: tl.constexpr, ACTIVATION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     WIDTH: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
-    EACH: tl.constexpr = 2 * N if GATED else N
+    PAIRED: tl.constexpr = GATED and ACTIVATION != "relu2_alone"
+    EACH: tl.constexpr = 2 * N if PAIRED else N
     program = tl.program_id(0)
     # Adjacent programs share rows of x, and an expert's tiles are adjacent: its weights are read from memory once.
     # Where L2 does not hold them, GROUP row tiles visit the weights together.
@@ -129,13 +130,14 @@ def _grouped(
         else:
             value = tl.load(lines + k, mask=k + depth < K, other=0.0)
         total = _multiply(tile, value, total, SWAP)
-        if GATED:
+        if PAIRED:
             tile = _weight_tile(weight, view, line + N, column, k, N, K, BLOCK_N, BLOCK_K)
             gated = _multiply(tile, value, gated, SWAP)
     outputs = column + tl.arange(0, BLOCK_N)
     total = _add_bias(total, bias, line, outputs, N, SWAP)
-    if GATED:
+    if PAIRED:
         gated = _add_bias(gated, bias, line + N, outputs, N, SWAP)
+    if GATED:
         total = gate_mul(total, gated, ACTIVATION)
     result = total.to(y.dtype.element_ty)
     target = target.to(tl.int64) * N
@@ -198,11 +200,12 @@ def tile_gate_up(
     activation: str = "silu",
 ) -> torch.Tensor:
     """The activation of every pair's gate and up [pairs, width], in the layout's order. `bias`: [experts, 2 * width].
+    Without gates there is up alone.
 
     Bytes: the weights of the experts used, once; x once per pair, from L2 after the first read.
     Operations: 4 per weight and pair, on tensor cores.
     """
-    out = x.new_empty((layout.order.shape[0], weight.shape[1] // 2))
+    out = x.new_empty((layout.order.shape[0], weight.shape[1] // (1 + has_gate(activation))))
     _launch(x, layout, weight, bias, out, top_k, config, config.gate_up, True, activation)
     return out
 

@@ -24,7 +24,7 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.kernels.gates import PLAIN_EXPERTS, ExpertVariant
+from quire.kernels.gates import PLAIN_EXPERTS, ExpertVariant, has_gate
 from quire.kernels.triton.gates import gate_mul
 from quire.kernels.triton.launch import gdc_launch_dependents, gdc_wait, pdl
 from quire.kernels.triton.moe.common import ChosenExperts, ExpertsConfig, GemmTile
@@ -39,6 +39,8 @@ def _gate_up(
 ):  # fmt: skip
     CHUNKS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     BLOCKS: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    PAIRED: tl.constexpr = ACTIVATION != "relu2_alone"
+    EACH: tl.constexpr = 2 * N if PAIRED else N
     program = tl.program_id(0)
     pair = program // BLOCKS
     first = program % BLOCKS * BLOCK_N
@@ -52,23 +54,29 @@ def _gate_up(
     expert = tl.load(experts + pair)
     if (expert < 0) | (expert >= E):
         return  # on another rank; `_down` does not read what is not written here
-    own = weight + expert.to(tl.int64) * (2 * N * K)
+    own = weight + expert.to(tl.int64) * (EACH * K)
     tiles = weight_rows(own, first, N, K, BLOCK_N, BLOCK_K)
-    tiles = tiles + weight_rows(own + N * K, first, N, K, BLOCK_N, BLOCK_K)
+    if PAIRED:
+        tiles = tiles + weight_rows(own + N * K, first, N, K, BLOCK_N, BLOCK_K)
     scale = 1.0
     if gain is not None:
         vector, squares = apply_gain(vector, None, gains, None, False, K, BLOCK_K)
         scale = tl.rsqrt(tl.sum(squares, 0) / K + eps)
     part = partials(tiles[:CHUNKS], (vector,), 1, BLOCK_N, BLOCK_K, CHUNKS, WIDE)
-    gated = partials(tiles[CHUNKS:], (vector,), 1, BLOCK_N, BLOCK_K, CHUNKS, WIDE)
-    gate, up = tl.split(tl.sum(tl.join(part, gated), 1))
+    if PAIRED:
+        gated = partials(tiles[CHUNKS:], (vector,), 1, BLOCK_N, BLOCK_K, CHUNKS, WIDE)
+        gate, up = tl.split(tl.sum(tl.join(part, gated), 1))
+        up *= scale
+    else:
+        gate = tl.sum(part, 1)
+        up = gate
     gate *= scale
-    up *= scale
     column = first + tl.arange(0, BLOCK_N)
     if bias is not None:
-        at = bias + expert.to(tl.int64) * (2 * N) + column
+        at = bias + expert.to(tl.int64) * EACH + column
         gate += tl.load(at, mask=column < N, other=0.0).to(tl.float32)
-        up += tl.load(at + N, mask=column < N, other=0.0).to(tl.float32)
+        if PAIRED:
+            up += tl.load(at + N, mask=column < N, other=0.0).to(tl.float32)
     out = gate_mul(gate, up, ACTIVATION)
     tl.store(y + pair * N + column, out.to(y.dtype.element_ty), mask=column < N)
 
@@ -160,14 +168,14 @@ def vector_gate_up(
     bias: torch.Tensor | None = None,
     activation: str = "silu",
 ) -> torch.Tensor:
-    """silu(gate) * up, or another activation, of every pair [tokens * top_k, width].
+    """silu(gate) * up, or another activation, of every pair [tokens * top_k, width]; without gates there is up alone.
 
     Bytes: the two weights of each pair's expert; the input and the gain once per program, from cache. Operations: one
     conversion and one multiply-add per weight.
     """
     tokens, depth = x.shape
-    experts, double, _ = weight.shape
-    pairs, width = tokens * routing.top_k, double // 2
+    experts, rows, _ = weight.shape
+    pairs, width = tokens * routing.top_k, rows // (1 + has_gate(activation))
     out = x.new_empty((pairs, width))
     gain, eps = norm or (None, 0.0)
     _gate_up[(pairs * triton.cdiv(width, block.n),)](
