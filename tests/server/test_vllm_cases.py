@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from openai.types import CompletionUsage
 
 from tests.conftest import TINY_VOCAB, tiny_tokenizer
 from tests.server.conftest import MODEL, Live
+from tests.server.scrape import Scrape
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 USER: list[Any] = [{"role": "user", "content": "what is 1+1?"}]
@@ -229,6 +231,81 @@ def check_usage(found: list[dict[str, Any]], always: bool, last: bool) -> None:
     if last:
         assert end["usage"]["completion_tokens"] == 5 and end["usage"]["prompt_tokens"] > 0
         assert end["usage"]["total_tokens"] == end["usage"]["prompt_tokens"] + 5
+
+
+class TestMetrics:
+    """tests/entrypoints/serve/instrumentator/test_metrics.py."""
+
+    def test_counts_of_requests_one_after_another(self, serving: Callable[..., Live]) -> None:
+        live = serving()
+        before = Scrape(live.client.get("/metrics").text)
+        requests, tokens, prompt = 3, 5, [5, 6, 7, 8]
+        with live.openai() as client:
+            for _ in range(requests):
+                client.completions.create(
+                    model=MODEL, prompt=prompt, max_tokens=tokens, extra_body={"ignore_eos": True}
+                )
+        expected = {
+            "time_to_first_token_seconds_count": requests,
+            "inter_token_latency_seconds_count": requests * (tokens - 1),
+            "e2e_request_latency_seconds_count": requests,
+            "request_queue_time_seconds_count": requests,
+            "request_inference_time_seconds_count": requests,
+            "request_prefill_time_seconds_count": requests,
+            "request_decode_time_seconds_count": requests,
+            "request_num_preemptions_count": requests,
+            "request_prompt_tokens_sum": requests * len(prompt),
+            "request_prompt_tokens_count": requests,
+            "request_generation_tokens_sum": requests * tokens,
+            "request_generation_tokens_count": requests,
+            "request_params_n_count": requests,
+            "request_params_max_tokens_sum": requests * tokens,
+            "request_params_max_tokens_count": requests,
+            "iteration_tokens_total_sum": requests * (len(prompt) + tokens),
+            "iteration_tokens_total_count": requests * tokens,
+            "prompt_tokens_total": requests * len(prompt),
+            "generation_tokens_total": requests * tokens,
+            "request_success_total": requests,
+        }
+        names = {f"vllm:{name}" for name in expected}
+        deadline = time.monotonic() + 10
+        while True:
+            after = Scrape(live.client.get("/metrics").text)
+            gained = {name: after.sum(name) - before.sum(name) for name in names}
+            if gained == {f"vllm:{name}": count for name, count in expected.items()}:
+                break
+            assert time.monotonic() < deadline, gained
+            time.sleep(0.02)  # the last step is counted when the next is planned
+
+    def test_names(self, live: Live) -> None:
+        page = Scrape(live.client.get("/metrics").text)
+        gauges = "num_requests_running num_requests_waiting num_requests_waiting_by_reason kv_cache_usage_perc"
+        counters = "prefix_cache_queries_total prefix_cache_hits_total num_preemptions_total cache_config_info"
+        assert {f"vllm:{name}" for name in f"{gauges} {counters}".split()} <= page.names
+        (config,) = (dict(labels) for name, labels in page.values if name == "vllm:cache_config_info")
+        for label in ("kv_cache_size_tokens", "kv_cache_max_concurrency"):
+            assert float(config[label]) > 0
+
+    def test_gauges_after_aborts(self, live: Live) -> None:
+        def gauges() -> tuple[float, ...]:
+            page = Scrape(live.client.get("/metrics").text)
+            names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+            return tuple(page.sum(f"vllm:{name}") for name in names)
+
+        assert gauges() == (0, 0, 0)
+        with live.openai() as client:
+            fields: dict[str, Any] = {"max_tokens": 200, "stream": True, "extra_body": {"ignore_eos": True}}
+            streams = [client.completions.create(model=MODEL, prompt=[5] * 40, **fields) for _ in range(3)]
+            for stream in streams:
+                next(iter(stream))
+            running, _, used = gauges()
+            assert running > 0 and used > 0
+            for stream in streams:
+                stream.close()
+        deadline = time.monotonic() + 10
+        while gauges() != (0, 0, 0):
+            assert time.monotonic() < deadline, gauges()
+            time.sleep(0.02)
 
 
 class TestTools:

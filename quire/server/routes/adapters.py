@@ -51,6 +51,8 @@ class AdapterAnswer(msgspec.Struct):
     """Of its tensors."""
     digest: str
     """Of its content."""
+    message: str
+    """What was done."""
     object: str = "adapter"
 
 
@@ -75,7 +77,7 @@ async def load(context: ServerContext, exchange: Exchange) -> None:
             raise not_found(_without_folder(error, folder), "lora_path") from None
         except AdapterError as error:
             raise bad_request(_without_folder(error, folder), "lora_path") from None
-        await exchange.reply(_answer(context, entry))
+        await exchange.reply(_answer(context, entry, "loaded"))
 
 
 async def _add(context: ServerContext, wanted: LoRARequest) -> AdapterEntry:
@@ -87,12 +89,14 @@ async def _add(context: ServerContext, wanted: LoRARequest) -> AdapterEntry:
 async def unload(context: ServerContext, exchange: Exchange) -> None:
     """Unload an adapter: new requests cannot name it; those that have begun go on with it to their end."""
     request = await exchange.read_json(UnloadAdapterRequest)
+    if not request.lora_name:
+        raise bad_request("lora_name is empty", "lora_name")
     try:
         entry = context.adapters.remove(request.lora_name)
     except AdapterNotFoundError as error:
         raise not_found(str(error), "lora_name") from None
     await context.share_adapters()
-    await exchange.reply(_answer(context, entry))
+    await exchange.reply(_answer(context, entry, "unloaded"))
 
 
 def _allowed(context: ServerContext, given: str) -> Path:
@@ -114,8 +118,10 @@ def _without_folder(error: Exception, folder: Path) -> str:
     return str(error).replace(str(folder), folder.name)
 
 
-def _answer(context: ServerContext, entry: AdapterEntry) -> AdapterAnswer:
-    return AdapterAnswer(entry.name, context.names[0], entry.rank, entry.nbytes, entry.digest.hex())
+def _answer(context: ServerContext, entry: AdapterEntry, done: str) -> AdapterAnswer:
+    # vLLM answers with a text; clients look for "success" in it.
+    message = f"the adapter {short_repr(entry.name)} was {done} successfully"
+    return AdapterAnswer(entry.name, context.names[0], entry.rank, entry.nbytes, entry.digest.hex(), message)
 
 
 ROUTES = [
