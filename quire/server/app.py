@@ -121,7 +121,7 @@ class App:
         if scope["type"] != "http":
             return
         context = self._context
-        self._strip_root(scope)
+        self._normalize(scope)
         exchange = Exchange(scope, receive, send, context.limits)
         scope[EXCHANGE] = exchange
         if (style := self._styles.get(scope["path"])) is not None:
@@ -131,13 +131,19 @@ class App:
         with context.observer.http_request(exchange):
             await self._answer(exchange, receive, send)
 
-    def _strip_root(self, scope: Scope) -> None:
-        """Make the path that of a route, whether it came with the prefix or without: keys, routes and logs see one."""
+    def _normalize(self, scope: Scope) -> None:
+        """Make the path that of a route, whether it came with the prefix or a last slash or without: keys, routes and
+        logs see one."""
         scope["root_path"] = ""
-        rest = scope["path"].removeprefix(self._root)
-        if self._root and rest != scope["path"] and rest.startswith("/") and _first_part(rest) in self._first_parts:
-            scope["path"] = rest
-            scope["raw_path"] = rest.encode()
+        path = scope["path"]
+        rest = path.removeprefix(self._root)
+        if self._root and rest != path and rest.startswith("/") and _first_part(rest) in self._first_parts:
+            path = rest
+        if path.endswith("/") and path != "/" and not path.startswith(PAGE):
+            path = path[:-1]  # probes and clients add a slash
+        if path != scope["path"]:
+            scope["path"] = path
+            scope["raw_path"] = path.encode()
 
     async def _answer(self, exchange: Exchange, receive: Receive, send: Send) -> None:
         context, scope = self._context, exchange.scope

@@ -190,7 +190,9 @@ def test_another_content_replaces_one_only_if_it_is_told_to(live: Live, beside: 
     shutil.copytree(beside.root / "sql", copy, dirs_exist_ok=True)
     assert _load(live, "mine", "copy").status_code == 200
     first = _tokens(live, "mine")
-    assert _load(live, "mine", "copy").status_code == 200  # it is the same
+    same = _load(live, "mine", "copy")
+    assert same.status_code == 400 and "already been loaded" in same.text
+    assert _load(live, "mine", "copy", load_inplace=True).status_code == 200
     changed = {name: -tensor for name, tensor in load_file(copy / "adapter_model.safetensors").items()}
     changed[next(iter(changed))] *= -1
     save_file(changed, copy / "adapter_model.safetensors")
@@ -220,9 +222,8 @@ class TestVllmCases:
         assert found == [(name, str((beside.root / name).resolve()), MODEL) for name in ("sql", "poet")]
 
     def test_names_that_are_missing(self, live: Live) -> None:
-        assert _load(live, "", "").status_code == 400
-        assert _load(live, "x", "").status_code == 400
-        assert _unload(live, "").status_code == 400
+        for answer in (_load(live, "", ""), _load(live, "x", ""), _unload(live, ""), _load(live, "sql", "sql")):
+            assert answer.status_code == 400 and answer.json()["error"]["type"] == "InvalidUserInput"
         for answer in (_unload(live, "nobody"), _load(live, "nobody", "nowhere")):
             assert answer.status_code == 404 and answer.json()["error"]["type"] == "NotFoundError"
         assert "success" in _unload(live, "sql").text and not list(live.server.adapters)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import re
 import time
+import uuid
 from collections.abc import Callable
 from typing import Any
 
@@ -207,6 +208,8 @@ class TestChat:
             refused = live.post(path, {"messages": USER, "prompt": "a", "logprob_token_ids": [5]})
             assert refused.status_code == 400
             assert status(live, path, logprob_token_ids=123, logprobs=1) == 400
+            for more in ({}, {"logprobs": False if path == CHAT else None}, {"logprobs": 1}):
+                assert status(live, path, logprob_token_ids=[], **more) == 400
         assert chat(live, logprobs=True, top_logprobs=5)["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
 
     def test_tokens_as_ids(self, live: Live) -> None:
@@ -639,3 +642,82 @@ class TestServer:
         strings = live.post("/tokenize", {"prompt": "abc", "return_token_strs": True}).json()["token_strs"]
         assert strings == tiny_tokenizer().convert_ids_to_tokens(ids)
         assert live.post("/detokenize", {"tokens": ids}).json() == {"prompt": "abc"}
+
+
+class TestTokenizer:
+    """tests/entrypoints/serve/tokenize: test_tokenization.py."""
+
+    @pytest.mark.parametrize("add_special", [False, True])
+    def test_prompts(self, live: Live, add_special: bool) -> None:
+        prompt = "This is a test prompt."
+        tokens = tiny_tokenizer().encode(prompt, add_special_tokens=add_special)
+        made = live.post("/tokenize", {"model": MODEL, "prompt": prompt, "add_special_tokens": add_special}).json()
+        assert made == {"count": len(tokens), "max_model_len": 256, "tokens": tokens, "token_strs": None}
+        named = live.post("/tokenize", {"prompt": prompt, "return_token_strs": True}).json()
+        assert named["token_strs"] == tiny_tokenizer().convert_ids_to_tokens(named["tokens"])
+        assert live.post("/detokenize", {"model": MODEL, "tokens": tokens}).json().keys() == {"prompt"}
+
+    @pytest.mark.parametrize("tools", [None, [CHAT_TOOL]])
+    @pytest.mark.parametrize("add_special", [False, True])
+    @pytest.mark.parametrize(("generates", "continues"), [(False, False), (True, False), (False, True)])
+    def test_chats(self, live: Live, tools: Any, add_special: bool, generates: bool, continues: bool) -> None:
+        tokenizer = tiny_tokenizer()
+        messages = [*USER, {"role": "assistant", "content": "Sure,"}] if continues else USER
+        flags = {"add_generation_prompt": generates, "continue_final_message": continues}
+        text = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **flags)
+        tokens = tokenizer.encode(text, add_special_tokens=add_special)
+        body = {"model": MODEL, "messages": messages, "tools": tools, "add_special_tokens": add_special, **flags}
+        made = live.post("/tokenize", body).json()
+        assert made == {"count": len(tokens), "max_model_len": 256, "tokens": tokens, "token_strs": None}
+        fields = {"messages": messages, "add_special_tokens": add_special, "return_token_ids": True, **flags}
+        if tools is None:
+            assert chat(live, **fields)["prompt_token_ids"] == tokens
+
+    def test_what_it_is(self, live: Live) -> None:
+        found = live.client.get("/tokenizer_info").json()
+        kinds = {
+            bool: "add_bos_token add_prefix_space clean_up_tokenization_spaces split_special_tokens",
+            str: "tokenizer_class bos_token eos_token pad_token unk_token chat_template errors",
+            int: "model_max_length", list: "additional_special_tokens", dict: "added_tokens_decoder",
+        }  # fmt: skip
+        for kind, names in kinds.items():
+            assert all(isinstance(found[name], kind) for name in names.split() if found.get(name) is not None)
+        assert found["tokenizer_class"] and found["model_max_length"] >= 256
+
+
+class TestDoor:
+    """tests/entrypoints/openai/chat_completion: test_root_path.py, test_enable_force_include_usage.py;
+    serve/middleware: test_authentication_middleware.py, test_x_request_id.py."""
+
+    def test_keys_below_a_prefix_and_slashes(self, serving: Callable[..., Live]) -> None:
+        live = serving(api_key=("abc-123",), root_path="/llm", allowed_origins=("*",))
+        for prefix in ("", "/llm"):
+            for key, code in (("abc", 401), ("abc-123", 200)):
+                headers = {"authorization": f"Bearer {key}"}
+                body = {"messages": USER, "max_tokens": 2}
+                assert live.post(f"{prefix}{CHAT}", body, headers=headers).status_code == code
+                assert live.client.get(f"{prefix}/v1/models/", headers=headers).status_code == code
+            assert live.client.get(f"{prefix}/health/").status_code == 200
+            assert live.client.get(f"{prefix}/v1/models/").status_code == 401
+            assert live.client.get(f"{prefix}/health//").status_code == 401
+        preflight = {"origin": "http://dashboard.example", "access-control-request-method": "GET"}
+        for name, code in (("origin", 401), ("access-control-request-method", 401), ("", 200)):
+            headers = {key: value for key, value in preflight.items() if key == name or not name}
+            answer = live.client.options("/metrics", headers=headers)
+            assert (answer.status_code, "vllm:" in answer.text) == (code, False)
+
+    def test_request_ids(self, serving: Callable[..., Live]) -> None:
+        live = serving(enable_request_id_headers=True)
+        assert live.client.get("/health", headers={"x-request-id": "caller"}).headers.get_list("x-request-id") == [
+            "caller"
+        ]
+        (made,) = live.client.get("/health").headers.get_list("x-request-id")
+        assert uuid.UUID(made).version == 4 and uuid.UUID(made).hex == made
+
+    def test_usage_that_is_forced(self, serving: Callable[..., Live]) -> None:
+        live = serving(enable_force_include_usage=True)
+        *others, last = (chunk["usage"] for chunk in chunks(live, CHAT, messages=USER, min_tokens=5))
+        counts = [usage["completion_tokens"] for usage in others]
+        assert counts == sorted(counts) and len(set(counts[1:])) == len(counts[1:])
+        assert last["completion_tokens"] == counts[-1] == 5
+        assert all(use["total_tokens"] == use["prompt_tokens"] + use["completion_tokens"] for use in (*others, last))
