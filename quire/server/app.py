@@ -21,7 +21,7 @@ from quire.registry import resolve
 from quire.server.auth import check_origin, tenant_of
 from quire.server.config import ServerConfig
 from quire.server.context import ServerContext
-from quire.server.errors import ApiError, as_api_error, in_client_terms, not_found
+from quire.server.errors import ApiError, as_api_error, in_client_terms, not_served
 from quire.server.http import ClientDisconnectedError, Exchange
 from quire.server.observability.observer import ROUTE
 from quire.server.openapi import document
@@ -86,7 +86,7 @@ def _routes_in(module: str) -> list[Route]:
 
 
 async def _only_classifies(context: ServerContext, exchange: Exchange) -> None:
-    raise not_found(f"{context.names[0]} classifies: it neither generates nor embeds; /classify has its answers")
+    raise not_served(f"{context.names[0]} classifies: it neither generates nor embeds; /classify has its answers")
 
 
 def find_middleware(config: ServerConfig) -> list[Any]:
@@ -212,7 +212,7 @@ def _first_part(path: str) -> str:
 async def _no_such_route(scope: Scope, receive: Receive, send: Send) -> None:
     path = scope["path"]
     shown = path if len(path) <= LONGEST_PATH and path.isprintable() else ascii(path[:LONGEST_PATH]) + "…"
-    raise ApiError(404, f"there is no {scope['method']} {shown} here; /openapi.json lists the routes")
+    raise not_served(f"there is no {scope['method']} {shown} here; /openapi.json lists the routes")
 
 
 def _from_starlette(error: HTTPException, method: str) -> ApiError:

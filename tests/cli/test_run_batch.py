@@ -148,6 +148,9 @@ def test_batches_of_vllms_tests(quire, tiny_model, tmp_path, monkeypatch):
     assert failed == {"streamed", "other model", "bad url"} and len(found) == len(VLLM_BATCH)
     message = found["tool"]["response"]["body"]["choices"][0]["message"]
     assert {use["function"]["name"] for use in message["tool_calls"]} == {"add"}
+    (tmp_path / "empty").write_text("")
+    none = quire("run-batch", tiny_model, "-i", tmp_path / "empty", "-o", tmp_path / "none.jsonl", *ENGINE)
+    assert (none.code, (tmp_path / "none.jsonl").read_text()) == (0, "")
 
 
 def test_metrics_while_a_batch_runs():
