@@ -287,10 +287,7 @@ SERVER = _table(
 )
 """Flags of `quire serve`."""
 
-BATCH = _table(
-    _any("host port url output_tmp_dir"),
-    _off("enable_metrics", "use `quire serve`, and send the requests to it"),
-)
+BATCH = _table(_any("output_tmp_dir"))
 """Flags of `quire run-batch`."""
 
 CALL = _table(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import logging
 import os
 import secrets
@@ -44,9 +45,9 @@ SERVER_SETTINGS = (
     "served_model_name", "lora_modules", "accept_any_model_name", "enable_auto_tool_choice", "tool_call_parser",
     "enable_tool_preamble",
     "reasoning_parser", "exclude_tools_when_tool_choice_none", "trust_request_chat_template",
-    "default_chat_template_kwargs", "max_samples", "max_prompts", "request_timeout",
+    "default_chat_template_kwargs", "max_samples", "max_prompts", "request_timeout", "host", "port",
 )  # fmt: skip
-"""Server settings that apply without HTTP."""
+"""Server settings that apply to batches; the last two to their metrics."""
 logger = logging.getLogger(__name__)
 NO_LIMIT = 1 << 40
 """No queue limit is needed: --max-concurrency limits the requests."""
@@ -64,6 +65,14 @@ def configure(parser: Parser) -> None:
         "--max-concurrency", "--max-inflight", type=positive, metavar="N",
         help="requests at once (default: twice the engine's max_num_seqs)",
     )  # fmt: skip
+    watching = parser.add_argument_group("metrics")
+    watching.add_argument(
+        "--enable-metrics",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="answer HTTP requests at --host and --port with metrics meanwhile",
+    )
+    watching.add_argument("--url", dest="host", metavar="HOST", default=argparse.SUPPRESS, help="same as --host")
     add_config_flags(parser, ServerConfig, "server: ", {}, only=SERVER_SETTINGS)
     add_engine_flags(parser)
     add_foreign_flags(parser, {**vllm_arguments.BATCH, **vllm_arguments.SERVER})
@@ -97,15 +106,17 @@ def run(args: argparse.Namespace) -> int:
         llm = AsyncLLM.from_config(engine, spares_torch=True)
         try:
             load_modules(llm, config)
-            batch, was_stopped = asyncio.run(_run_batch(llm, config, key, args.max_concurrency, source, output))
+            work = _run_batch(llm, config, key, args, source, output)
+            batch, was_stopped = asyncio.run(work)
         finally:
             llm.shutdown()
     return _report(batch, was_stopped)
 
 
 async def _run_batch(
-    llm: AsyncLLM, config: ServerConfig, key: str, concurrency: int | None, source: BatchInput, output: BatchOutput
+    llm: AsyncLLM, config: ServerConfig, key: str, args: argparse.Namespace, source: BatchInput, output: BatchOutput
 ) -> tuple[BatchRunner, bool]:
+    from quire.cli.batch.metrics_listener import metrics_listener
     from quire.cli.batch.runner import BatchRunner
     from quire.cli.bench.load.client import RunCounters
     from quire.cli.bench.load.drive import LoadProgress
@@ -114,11 +125,14 @@ async def _run_batch(
 
     server = ServerContext(llm, config)
     rows = llm.info.max_num_seqs * len(llm.replicas)
-    batch = BatchRunner(make_app(server), key, concurrency or 2 * rows, RunCounters())
+    batch = BatchRunner(make_app(server), key, args.max_concurrency or 2 * rows, RunCounters())
     await server.start()
     was_stopped = False
     try:
-        async with LoadProgress(batch.counters, source.total, "running"):
+        async with contextlib.AsyncExitStack() as around:
+            if args.enable_metrics:
+                say(f"metrics at {await around.enter_async_context(metrics_listener(config, server.metrics.page))}")
+            await around.enter_async_context(LoadProgress(batch.counters, source.total, "running"))
             with cancelled_by_interrupt():
                 await batch.run(source, output)
     except asyncio.CancelledError:

@@ -44,7 +44,7 @@ What differs without a flag:
 | | vLLM | quire |
 |---|---|---|
 | listens on | all interfaces | loopback: give `--host 0.0.0.0` in a container |
-| a key guards | `/v1` and some other paths | every route but `/health`, so `/metrics` too |
+| a key guards | `/v1` and some other paths | every route but `/health` and `/ping`, so `/metrics` too |
 | the queue | unbounded | bounded: 429 with `Retry-After` (`--max-queued-requests`) |
 | tools | need `--enable-auto-tool-choice` and a parser | on; the parser is chosen by the chat template |
 | a dead engine | ends the server | is restarted |

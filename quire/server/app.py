@@ -21,7 +21,7 @@ from quire.registry import resolve
 from quire.server.auth import check_origin, tenant_of
 from quire.server.config import ServerConfig
 from quire.server.context import ServerContext
-from quire.server.errors import ApiError, as_api_error, in_client_terms, not_found
+from quire.server.errors import ApiError, as_api_error, in_client_terms, not_served
 from quire.server.http import ClientDisconnectedError, Exchange
 from quire.server.observability.observer import ROUTE
 from quire.server.openapi import document
@@ -86,7 +86,7 @@ def _routes_in(module: str) -> list[Route]:
 
 
 async def _only_classifies(context: ServerContext, exchange: Exchange) -> None:
-    raise not_found(f"{context.names[0]} classifies: it neither generates nor embeds; /classify has its answers")
+    raise not_served(f"{context.names[0]} classifies: it neither generates nor embeds; /classify has its answers")
 
 
 def find_middleware(config: ServerConfig) -> list[Any]:
@@ -121,7 +121,7 @@ class App:
         if scope["type"] != "http":
             return
         context = self._context
-        self._strip_root(scope)
+        self._normalize(scope)
         exchange = Exchange(scope, receive, send, context.limits)
         scope[EXCHANGE] = exchange
         if (style := self._styles.get(scope["path"])) is not None:
@@ -131,13 +131,19 @@ class App:
         with context.observer.http_request(exchange):
             await self._answer(exchange, receive, send)
 
-    def _strip_root(self, scope: Scope) -> None:
-        """Make the path that of a route, whether it came with the prefix or without: keys, routes and logs see one."""
+    def _normalize(self, scope: Scope) -> None:
+        """Make the path that of a route, whether it came with the prefix or a last slash or without: keys, routes and
+        logs see one."""
         scope["root_path"] = ""
-        rest = scope["path"].removeprefix(self._root)
-        if self._root and rest != scope["path"] and rest.startswith("/") and _first_part(rest) in self._first_parts:
-            scope["path"] = rest
-            scope["raw_path"] = rest.encode()
+        path = scope["path"]
+        rest = path.removeprefix(self._root)
+        if self._root and rest != path and rest.startswith("/") and _first_part(rest) in self._first_parts:
+            path = rest
+        if path.endswith("/") and path != "/" and not path.startswith(PAGE):
+            path = path[:-1]  # probes and clients add a slash
+        if path != scope["path"]:
+            scope["path"] = path
+            scope["raw_path"] = path.encode()
 
     async def _answer(self, exchange: Exchange, receive: Receive, send: Send) -> None:
         context, scope = self._context, exchange.scope
@@ -206,7 +212,7 @@ def _first_part(path: str) -> str:
 async def _no_such_route(scope: Scope, receive: Receive, send: Send) -> None:
     path = scope["path"]
     shown = path if len(path) <= LONGEST_PATH and path.isprintable() else ascii(path[:LONGEST_PATH]) + "…"
-    raise ApiError(404, f"there is no {scope['method']} {shown} here; /openapi.json lists the routes")
+    raise not_served(f"there is no {scope['method']} {shown} here; /openapi.json lists the routes")
 
 
 def _from_starlette(error: HTTPException, method: str) -> ApiError:

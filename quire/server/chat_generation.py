@@ -341,6 +341,8 @@ def render(context: ServerContext, request: ChatRequest) -> RenderedChat:
     given = [message.as_dict() for message in request.messages]
     messages, sources = take_media(given, context.llm.inputs.media.check_kind)
     messages, embeds = take_embeds(messages)
+    if embeds and request.add_special_tokens:
+        raise bad_request("add_special_tokens is for chats without prompt_embeds: leave it out", "add_special_tokens")
     settings = None if asks_for_nothing(request.mm_processor_kwargs) else request.mm_processor_kwargs
     if settings is not None and not context.config.trust_request_mm_kwargs:
         raise bad_request(
@@ -364,17 +366,18 @@ def render(context: ServerContext, request: ChatRequest) -> RenderedChat:
     }
     text = context.tool_prompts.render(list(messages), **arguments)
     check_abandoned()
-    # The template writes the special tokens itself; the tokenizer must not add its own.
+    # Templates write the special tokens themselves: the tokenizer adds its own only for a request that says so.
+    adds = bool(request.add_special_tokens)
     if embeds:
         text, media = context.llm.inputs.join_embeds(
             text, embeds, bool(sources), lambda piece: context.tokenize(piece, False)
         )
         return RenderedChat(text, media.tokens, media)
     if sources:
-        media = context.llm.inputs.prepare_chat(text, sources, settings, lambda whole: context.tokenize(whole, False))
+        media = context.llm.inputs.prepare_chat(text, sources, settings, lambda whole: context.tokenize(whole, adds))
         return RenderedChat(text, media.tokens, media)
     from_start = request.truncation_side == "right"
-    tokens = context.tokenize(text, False, keep=request.truncate_prompt_tokens, from_start=from_start)
+    tokens = context.tokenize(text, adds, keep=request.truncate_prompt_tokens, from_start=from_start)
     return RenderedChat(text, tokens)
 
 

@@ -66,7 +66,8 @@ class ServerConfig:
 
     api_key: tuple[str, ...] = option(
         (),
-        "A key for every route but /health; unset: QUIRE_API_KEY (several: comma-separated), else VLLM_API_KEY (one)",
+        "A key for every route but /health and /ping; unset: QUIRE_API_KEY (several: comma-separated), else "
+        "VLLM_API_KEY (one)",
         "access",
         many=True,
     )

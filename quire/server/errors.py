@@ -78,6 +78,8 @@ class ErrorBody(msgspec.Struct):
     """The body of every error response, and the last event of a stream that failed."""
 
     error: ErrorDetail
+    detail: str | msgspec.UnsetType = msgspec.UNSET
+    """Of a path that is not served here: what clients of other servers look at."""
 
 
 class ApiError(QuireError):
@@ -90,6 +92,7 @@ class ApiError(QuireError):
         type: str | None = None,
         param: str | None = None,
         headers: Mapping[str, str] | None = None,
+        detail: str | msgspec.UnsetType = msgspec.UNSET,
     ) -> None:
         message, param = shortened(message), None if param is None else shortened(param)
         super().__init__(message)
@@ -98,11 +101,12 @@ class ApiError(QuireError):
         self.type = type or TYPES.get(status, "InternalServerError")
         self.param = param
         self.headers = dict(headers or {})
+        self.detail = detail
 
     @property
     def body(self) -> ErrorBody:
         """The response body."""
-        return ErrorBody(ErrorDetail(self.message, self.type, self.param, self.status))
+        return ErrorBody(ErrorDetail(self.message, self.type, self.param, self.status), self.detail)
 
 
 def shortened(text: str) -> str:
@@ -116,8 +120,13 @@ def bad_request(message: str, param: str | None = None) -> ApiError:
 
 
 def not_found(message: str, param: str | None = None) -> ApiError:
-    """404: no such route or model."""
+    """404: no such model or object."""
     return ApiError(404, message, param=param)
+
+
+def not_served(message: str) -> ApiError:
+    """404: no such route, or none for this model."""
+    return ApiError(404, message, detail="Not Found")
 
 
 def unavailable(message: str, retry_after: float = RETRY_SECONDS) -> ApiError:
@@ -172,7 +181,7 @@ def in_client_terms(error: ApiError, names: Mapping[str, str]) -> ApiError:
     param = names.get(inner, inner)
     if param != inner and not message.startswith(param):
         message = param + message[len(inner) :] if message.startswith(f"{inner} ") else f"{param}: {message}"
-    return ApiError(error.status, message, error.type, param or None, error.headers)
+    return ApiError(error.status, message, error.type, param or None, error.headers, error.detail)
 
 
 _AT = re.compile(r" - at (?:`key` in )?`\$?\.?([^`]*)`$")

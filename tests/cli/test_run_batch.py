@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from types import SimpleNamespace
 
+import httpx
 import pytest
 
 from quire.cli.batch.files import BatchInput, BatchOutput, BatchResult, LineError, read_line
+from quire.cli.batch.metrics_listener import metrics_listener
 from quire.cli.batch.runner import HELD_FACTOR, BatchRunner, OrderedResults, post
 from quire.cli.bench.load.client import RunCounters
 from quire.cli.interrupts import cancelled_by_interrupt
+from quire.cli.main import main
 from quire.cli.run_batch import _report
 from quire.errors import ValidationError
+from quire.server.config import ServerConfig
 from tests.adapters.beside import Beside
+from tests.server.scrape import Scrape
 
 ENGINE = ["--dtype", "float32", "--num-gpu-blocks-override", "128", "--device", "cpu", "--served-model-name", "tiny"]
 
@@ -90,6 +98,74 @@ def test_every_line_is_run_and_invalid_lines_do_not_stop_the_others(quire, tiny_
              if each["custom_id"] in ("text", "last") and each["response"]]  # fmt: skip
     assert len(texts) == 2
     assert len(set(texts)) == 1  # the same greedy request gives the same response
+
+
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+VLLM_BATCH = [
+    line("chat", "/v1/chat/completions", messages=[{"role": "user", "content": "Hello"}], max_tokens=3),
+    line("streamed", "/v1/chat/completions", stream="True", messages=[{"role": "user", "content": "Hello"}]),
+    line("other model", "/v1/chat/completions", model="other", messages=[{"role": "user", "content": "Hello"}]),
+    line("bad url", "/bad_url"),
+    line("vector", "/v1/embeddings", input="Hello"),
+    *(line(url, url, queries="the world", documents=["a", "b"]) for url in ("/score", "/v1/score")),
+    *(line(url, url, query="the world", documents=["a", "b"]) for url in ("/rerank", "/v1/rerank", "/v2/rerank")),
+    line("tool", "/v1/chat/completions", messages=[{"role": "user", "content": "Hello"}], tools=[TOOL],
+         tool_choice="required", max_tokens=100, seed=3),
+]  # fmt: skip
+
+
+@pytest.mark.slow
+def test_batches_of_vllms_tests(quire, tiny_model, tmp_path, monkeypatch):
+    """tests/entrypoints/launchers/test_run_batch.py, and the batch of serve/instrumentator/test_metrics.py."""
+    ours, theirs = os.pipe()
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(os.fdopen(ours, "rb")))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    pages: list[Scrape] = []
+
+    def look() -> None:
+        """Ends the input when what it asks for is counted."""
+        with os.fdopen(theirs, "w") as pipe, httpx.Client(base_url=f"http://127.0.0.1:{port}") as client:
+            pipe.write("\n".join(VLLM_BATCH) + "\n")
+            pipe.flush()
+            deadline, successes = time.monotonic() + 60, 0.0
+            while successes < 8 and time.monotonic() < deadline:
+                with contextlib.suppress(httpx.TransportError):  # it does not listen yet
+                    pages.append(Scrape(client.get("/metrics").text))
+                    successes = pages[-1].sum("vllm:request_success_total")
+                time.sleep(0.05)
+
+    watcher = threading.Thread(target=look)
+    watcher.start()
+    flags = ["--no-enable-tool-preamble", "--enable-metrics", "--url", "127.0.0.1", "--port", str(port)]
+    code = main(["run-batch", str(tiny_model), "-i", "-", "-o", str(tmp_path / "out.jsonl"), *ENGINE, *flags])
+    watcher.join(60)
+    assert code == 0
+    assert pages[-1].sum("vllm:request_success_total") >= 8
+    found = by_id((tmp_path / "out.jsonl").read_text())
+    failed = {name for name, result in found.items() if result["error"] is not None}
+    assert failed == {"streamed", "other model", "bad url"} and len(found) == len(VLLM_BATCH)
+    message = found["tool"]["response"]["body"]["choices"][0]["message"]
+    assert {use["function"]["name"] for use in message["tool_calls"]} == {"add"}
+    (tmp_path / "empty").write_text("")
+    none = quire("run-batch", tiny_model, "-i", tmp_path / "empty", "-o", tmp_path / "none.jsonl", *ENGINE)
+    assert (none.code, (tmp_path / "none.jsonl").read_text()) == (0, "")
+
+
+def test_metrics_while_a_batch_runs():
+    async def page():
+        return b"a 1\n"
+
+    async def work():
+        async with (
+            metrics_listener(ServerConfig(port=0, api_key=("key",)), page) as address,
+            httpx.AsyncClient(base_url=address) as client,
+        ):
+            got = [await client.get(path) for path in ("/metrics", "/")]
+            return [(answer.status_code, answer.text, answer.headers["content-type"][:10]) for answer in got]
+
+    assert asyncio.run(work()) == [(200, "a 1\n", "text/plain")] * 2
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ from typing import Any
 
 from quire.api.inputs import InputProcessor
 from quire.messages.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from quire.messages.sampling import RequestOutputKind
 
 TEMPLATE = (
     "{% for tool in tools or [] %}<tool>{{ tool.function.name }}</tool>{% endfor %}"
@@ -39,7 +40,8 @@ class Script:
         self._inputs.make(request_id, prompt, params, 0.0)  # refuses what the engine would refuse
         self.prompts.append(prompt.get("prompt", ""))
         text = self.answer(self.prompts[-1])
-        pieces = [text[at : at + 3] for at in range(0, len(text), 3)]
+        is_whole = params.output_kind is RequestOutputKind.FINAL_ONLY
+        pieces = [text] if is_whole else [text[at : at + 3] for at in range(0, len(text), 3)]
         for number, piece in enumerate(pieces):
             is_last, position = number == len(pieces) - 1, _likely(5)
             tokens = prompt["prompt_token_ids"]

@@ -26,13 +26,14 @@ METHODS = ("GET", "POST", "PUT", "DELETE", "PATCH", "HEAD", "OPTIONS", "TRACE")
 
 
 class TestKeys:
-    def test_every_path_and_method_except_health_needs_a_key(self, attacked: AttackedServer) -> None:
-        assert {route.path for route in ROUTES if route.is_public} == {"/health"}
+    def test_every_path_and_method_except_probes_needs_a_key(self, attacked: AttackedServer) -> None:
+        assert {route.path for route in ROUTES if route.is_public} == {"/health", "/ping"}
         for path in {route.path.replace("{model:path}", "tiny").replace("{model}", "tiny") for route in ROUTES}:
             for method in METHODS:
                 status = attacked.request(method, path, None).status_code
-                assert status == 401 or path == "/health", (method, path, status)
-        assert attacked.request("GET", "/health", None).status_code == 200
+                assert status == 401 or path in ("/health", "/ping"), (method, path, status)
+        for path in ("/health", "/health/", "/ping", "/ping/"):
+            assert attacked.request("GET", path, None).status_code == 200
 
     def test_the_page_and_its_files_are_public_and_nothing_else_below_them(self, attacked: AttackedServer) -> None:
         assert {route.path for route in PAGE_ROUTES} == {"/", "/page/settings", "/page/files/{file}"}
@@ -46,7 +47,7 @@ class TestKeys:
         "path",
         ["/docs", "/redoc", "/pagex", "/v1/engine", "/v1/engine/feed", "/v1/page/settings",
          "/v1", "/v1/", "/v1/modelsx", "/nothing", "/admin", "/admin/", "/admin/x", "*",
-         "/V1/MODELS", "/v1/models/", "/health/../v1/models", "/health/", "/healthx", "/health%2f..%2fv1/models",
+         "/V1/MODELS", "/v1/models/", "/health/../v1/models", "/health//", "/healthx", "/health%2f..%2fv1/models",
          "/health;x", "/HEALTH", "/static/..%2f..%2fetc/passwd", "/admin%2fstats", "/./v1/models", "//v1/models",
          "/%2e%2e/v1/models"],
     )  # fmt: skip

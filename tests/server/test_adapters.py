@@ -190,7 +190,9 @@ def test_another_content_replaces_one_only_if_it_is_told_to(live: Live, beside: 
     shutil.copytree(beside.root / "sql", copy, dirs_exist_ok=True)
     assert _load(live, "mine", "copy").status_code == 200
     first = _tokens(live, "mine")
-    assert _load(live, "mine", "copy").status_code == 200  # it is the same
+    same = _load(live, "mine", "copy")
+    assert same.status_code == 400 and "already been loaded" in same.text
+    assert _load(live, "mine", "copy", load_inplace=True).status_code == 200
     changed = {name: -tensor for name, tensor in load_file(copy / "adapter_model.safetensors").items()}
     changed[next(iter(changed))] *= -1
     save_file(changed, copy / "adapter_model.safetensors")
@@ -199,6 +201,45 @@ def test_another_content_replaces_one_only_if_it_is_told_to(live: Live, beside: 
     assert _load(live, "mine", "copy", load_inplace=True).status_code == 200
     assert _tokens(live, "mine") != first
     assert _load(live, MODEL, "copy").status_code == 400
+
+
+class TestVllmCases:
+    """What tests/entrypoints/serve/lora: test_lora_adapters.py, test_serving_models.py of vLLM ask for."""
+
+    def test_lineage(self, live: Live, beside: Beside) -> None:
+        def load(name: str) -> str:
+            return client.post(
+                "load_lora_adapter", cast_to=str, body={"lora_name": name, "lora_path": "poet"},
+                options={"headers": ADMIN},
+            )  # fmt: skip
+
+        with live.openai() as client:
+            assert "success" in load("poet")
+            base, *adapters = client.models.list().data
+        assert (base.id, base.parent) == (MODEL, None)  # type: ignore[attr-defined]
+        assert base.root == live.server.llm.config.model  # type: ignore[attr-defined]
+        found = [(card.id, card.root, card.parent) for card in adapters]  # type: ignore[attr-defined]
+        assert found == [(name, str((beside.root / name).resolve()), MODEL) for name in ("sql", "poet")]
+
+    def test_names_that_are_missing(self, live: Live) -> None:
+        for answer in (_load(live, "", ""), _load(live, "x", ""), _unload(live, ""), _load(live, "sql", "sql")):
+            assert answer.status_code == 400 and answer.json()["error"]["type"] == "InvalidUserInput"
+        for answer in (_unload(live, "nobody"), _load(live, "nobody", "nowhere")):
+            assert answer.status_code == 404 and answer.json()["error"]["type"] == "NotFoundError"
+        assert "success" in _unload(live, "sql").text and not list(live.server.adapters)
+        assert live.post("/v1/embeddings", {"model": "sql", "input": "a"}).status_code == 404
+
+    def test_beams_and_bad_adapters_beside_good_ones(self, live: Live, beside: Beside) -> None:
+        broken = beside.root / "broken"
+        shutil.copytree(beside.root / "sql", broken, dirs_exist_ok=True)
+        (broken / "adapter_config.json").write_text("this is not json")
+        for number in range(4):
+            assert _load(live, f"more-{number}", "poet").status_code == 200
+            assert _load(live, "broken", "broken").status_code == 400
+            body = {"model": f"more-{number}", "prompt": ["abc", "the world"], "max_tokens": 5, "use_beam_search": True}
+            answer = live.post("/v1/completions", {**body, "n": 2})
+            assert answer.status_code == 200 and len(answer.json()["choices"]) == 4
+        assert _tokens(live, "sql") == beside.tokens(PROMPT, 8, {"sql": 1.0})
 
 
 def test_only_the_admin_key_loads(start: Callable[..., Live]) -> None:

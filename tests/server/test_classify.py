@@ -77,6 +77,9 @@ def test_a_conversation_is_classified(classes: tuple[Live, Any]) -> None:
     assert live.post("/classify", both).status_code == 400
 
 
+UNSERVED = ("/score", "/rerank", "/v1/embeddings", "/v1/completions", "/v1/chat/completions", "/v1/responses")
+
+
 def test_other_routes_of_a_classifier(classes: tuple[Live, Any]) -> None:
     live, reference = classes
     wanted = numbers(reference, *ids(TEXTS[0])).softmax(-1)[0]
@@ -106,6 +109,7 @@ def test_other_routes_of_a_classifier(classes: tuple[Live, Any]) -> None:
         answer = live.post(path, body)
         assert (path, answer.status_code) == (path, status)
         assert answer.json()["error"]["message"]
+        assert answer.json().get("detail") == ("Not Found" if status == 404 and path in UNSERVED else None)
     cut = live.post("/classify", {"input": "hello " * 600, "truncate_prompt_tokens": 5}).json()
     assert cut["usage"]["prompt_tokens"] == cut["usage"]["total_tokens"] == 5
 

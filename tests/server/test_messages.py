@@ -269,6 +269,11 @@ class TestLive:
         for name in ("content", "stop_reason", "stop_sequence", "role", "model", "type"):
             assert streamed[name] == whole[name]
 
+    def test_blocks_of_text_have_no_null_fields(self, live: Live) -> None:
+        """The AI SDK refuses `citations: null`."""
+        (block,) = live.post(PATH, GREEDY).json()["content"]
+        assert block.keys() == {"type", "text"}
+
     def test_a_prefilled_answer_is_continued(self, live: Live) -> None:
         begun = [*HELLO, {"role": "assistant", "content": "And so"}]
         answer = live.post(PATH, {**GREEDY, "messages": begun}).json()

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 import re
+import time
+import uuid
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +16,7 @@ from openai.types import CompletionUsage
 
 from tests.conftest import TINY_VOCAB, tiny_tokenizer
 from tests.server.conftest import MODEL, Live
+from tests.server.scrape import Scrape
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 USER: list[Any] = [{"role": "user", "content": "what is 1+1?"}]
@@ -205,6 +208,8 @@ class TestChat:
             refused = live.post(path, {"messages": USER, "prompt": "a", "logprob_token_ids": [5]})
             assert refused.status_code == 400
             assert status(live, path, logprob_token_ids=123, logprobs=1) == 400
+            for more in ({}, {"logprobs": False if path == CHAT else None}, {"logprobs": 1}):
+                assert status(live, path, logprob_token_ids=[], **more) == 400
         assert chat(live, logprobs=True, top_logprobs=5)["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
 
     def test_tokens_as_ids(self, live: Live) -> None:
@@ -229,6 +234,81 @@ def check_usage(found: list[dict[str, Any]], always: bool, last: bool) -> None:
     if last:
         assert end["usage"]["completion_tokens"] == 5 and end["usage"]["prompt_tokens"] > 0
         assert end["usage"]["total_tokens"] == end["usage"]["prompt_tokens"] + 5
+
+
+class TestMetrics:
+    """tests/entrypoints/serve/instrumentator/test_metrics.py."""
+
+    def test_counts_of_requests_one_after_another(self, serving: Callable[..., Live]) -> None:
+        live = serving()
+        before = Scrape(live.client.get("/metrics").text)
+        requests, tokens, prompt = 3, 5, [5, 6, 7, 8]
+        with live.openai() as client:
+            for _ in range(requests):
+                client.completions.create(
+                    model=MODEL, prompt=prompt, max_tokens=tokens, extra_body={"ignore_eos": True}
+                )
+        expected = {
+            "time_to_first_token_seconds_count": requests,
+            "inter_token_latency_seconds_count": requests * (tokens - 1),
+            "e2e_request_latency_seconds_count": requests,
+            "request_queue_time_seconds_count": requests,
+            "request_inference_time_seconds_count": requests,
+            "request_prefill_time_seconds_count": requests,
+            "request_decode_time_seconds_count": requests,
+            "request_num_preemptions_count": requests,
+            "request_prompt_tokens_sum": requests * len(prompt),
+            "request_prompt_tokens_count": requests,
+            "request_generation_tokens_sum": requests * tokens,
+            "request_generation_tokens_count": requests,
+            "request_params_n_count": requests,
+            "request_params_max_tokens_sum": requests * tokens,
+            "request_params_max_tokens_count": requests,
+            "iteration_tokens_total_sum": requests * (len(prompt) + tokens),
+            "iteration_tokens_total_count": requests * tokens,
+            "prompt_tokens_total": requests * len(prompt),
+            "generation_tokens_total": requests * tokens,
+            "request_success_total": requests,
+        }
+        names = {f"vllm:{name}" for name in expected}
+        deadline = time.monotonic() + 10
+        while True:
+            after = Scrape(live.client.get("/metrics").text)
+            gained = {name: after.sum(name) - before.sum(name) for name in names}
+            if gained == {f"vllm:{name}": count for name, count in expected.items()}:
+                break
+            assert time.monotonic() < deadline, gained
+            time.sleep(0.02)  # the last step is counted when the next is planned
+
+    def test_names(self, live: Live) -> None:
+        page = Scrape(live.client.get("/metrics").text)
+        gauges = "num_requests_running num_requests_waiting num_requests_waiting_by_reason kv_cache_usage_perc"
+        counters = "prefix_cache_queries_total prefix_cache_hits_total num_preemptions_total cache_config_info"
+        assert {f"vllm:{name}" for name in f"{gauges} {counters}".split()} <= page.names
+        (config,) = (dict(labels) for name, labels in page.values if name == "vllm:cache_config_info")
+        for label in ("kv_cache_size_tokens", "kv_cache_max_concurrency"):
+            assert float(config[label]) > 0
+
+    def test_gauges_after_aborts(self, live: Live) -> None:
+        def gauges() -> tuple[float, ...]:
+            page = Scrape(live.client.get("/metrics").text)
+            names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+            return tuple(page.sum(f"vllm:{name}") for name in names)
+
+        assert gauges() == (0, 0, 0)
+        with live.openai() as client:
+            fields: dict[str, Any] = {"max_tokens": 200, "stream": True, "extra_body": {"ignore_eos": True}}
+            streams = [client.completions.create(model=MODEL, prompt=[5] * 40, **fields) for _ in range(3)]
+            for stream in streams:
+                next(iter(stream))
+            running, _, used = gauges()
+            assert running > 0 and used > 0
+            for stream in streams:
+                stream.close()
+        deadline = time.monotonic() + 10
+        while gauges() != (0, 0, 0):
+            assert time.monotonic() < deadline, gauges()
+            time.sleep(0.02)
 
 
 class TestTools:
@@ -562,3 +642,82 @@ class TestServer:
         strings = live.post("/tokenize", {"prompt": "abc", "return_token_strs": True}).json()["token_strs"]
         assert strings == tiny_tokenizer().convert_ids_to_tokens(ids)
         assert live.post("/detokenize", {"tokens": ids}).json() == {"prompt": "abc"}
+
+
+class TestTokenizer:
+    """tests/entrypoints/serve/tokenize: test_tokenization.py."""
+
+    @pytest.mark.parametrize("add_special", [False, True])
+    def test_prompts(self, live: Live, add_special: bool) -> None:
+        prompt = "This is a test prompt."
+        tokens = tiny_tokenizer().encode(prompt, add_special_tokens=add_special)
+        made = live.post("/tokenize", {"model": MODEL, "prompt": prompt, "add_special_tokens": add_special}).json()
+        assert made == {"count": len(tokens), "max_model_len": 256, "tokens": tokens, "token_strs": None}
+        named = live.post("/tokenize", {"prompt": prompt, "return_token_strs": True}).json()
+        assert named["token_strs"] == tiny_tokenizer().convert_ids_to_tokens(named["tokens"])
+        assert live.post("/detokenize", {"model": MODEL, "tokens": tokens}).json().keys() == {"prompt"}
+
+    @pytest.mark.parametrize("tools", [None, [CHAT_TOOL]])
+    @pytest.mark.parametrize("add_special", [False, True])
+    @pytest.mark.parametrize(("generates", "continues"), [(False, False), (True, False), (False, True)])
+    def test_chats(self, live: Live, tools: Any, add_special: bool, generates: bool, continues: bool) -> None:
+        tokenizer = tiny_tokenizer()
+        messages = [*USER, {"role": "assistant", "content": "Sure,"}] if continues else USER
+        flags = {"add_generation_prompt": generates, "continue_final_message": continues}
+        text = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **flags)
+        tokens = tokenizer.encode(text, add_special_tokens=add_special)
+        body = {"model": MODEL, "messages": messages, "tools": tools, "add_special_tokens": add_special, **flags}
+        made = live.post("/tokenize", body).json()
+        assert made == {"count": len(tokens), "max_model_len": 256, "tokens": tokens, "token_strs": None}
+        fields = {"messages": messages, "add_special_tokens": add_special, "return_token_ids": True, **flags}
+        if tools is None:
+            assert chat(live, **fields)["prompt_token_ids"] == tokens
+
+    def test_what_it_is(self, live: Live) -> None:
+        found = live.client.get("/tokenizer_info").json()
+        kinds = {
+            bool: "add_bos_token add_prefix_space clean_up_tokenization_spaces split_special_tokens",
+            str: "tokenizer_class bos_token eos_token pad_token unk_token chat_template errors",
+            int: "model_max_length", list: "additional_special_tokens", dict: "added_tokens_decoder",
+        }  # fmt: skip
+        for kind, names in kinds.items():
+            assert all(isinstance(found[name], kind) for name in names.split() if found.get(name) is not None)
+        assert found["tokenizer_class"] and found["model_max_length"] >= 256
+
+
+class TestDoor:
+    """tests/entrypoints/openai/chat_completion: test_root_path.py, test_enable_force_include_usage.py;
+    serve/middleware: test_authentication_middleware.py, test_x_request_id.py."""
+
+    def test_keys_below_a_prefix_and_slashes(self, serving: Callable[..., Live]) -> None:
+        live = serving(api_key=("abc-123",), root_path="/llm", allowed_origins=("*",))
+        for prefix in ("", "/llm"):
+            for key, code in (("abc", 401), ("abc-123", 200)):
+                headers = {"authorization": f"Bearer {key}"}
+                body = {"messages": USER, "max_tokens": 2}
+                assert live.post(f"{prefix}{CHAT}", body, headers=headers).status_code == code
+                assert live.client.get(f"{prefix}/v1/models/", headers=headers).status_code == code
+            assert live.client.get(f"{prefix}/health/").status_code == 200
+            assert live.client.get(f"{prefix}/v1/models/").status_code == 401
+            assert live.client.get(f"{prefix}/health//").status_code == 401
+        preflight = {"origin": "http://dashboard.example", "access-control-request-method": "GET"}
+        for name, code in (("origin", 401), ("access-control-request-method", 401), ("", 200)):
+            headers = {key: value for key, value in preflight.items() if key == name or not name}
+            answer = live.client.options("/metrics", headers=headers)
+            assert (answer.status_code, "vllm:" in answer.text) == (code, False)
+
+    def test_request_ids(self, serving: Callable[..., Live]) -> None:
+        live = serving(enable_request_id_headers=True)
+        assert live.client.get("/health", headers={"x-request-id": "caller"}).headers.get_list("x-request-id") == [
+            "caller"
+        ]
+        (made,) = live.client.get("/health").headers.get_list("x-request-id")
+        assert uuid.UUID(made).version == 4 and uuid.UUID(made).hex == made
+
+    def test_usage_that_is_forced(self, serving: Callable[..., Live]) -> None:
+        live = serving(enable_force_include_usage=True)
+        *others, last = (chunk["usage"] for chunk in chunks(live, CHAT, messages=USER, min_tokens=5))
+        counts = [usage["completion_tokens"] for usage in others]
+        assert counts == sorted(counts) and len(set(counts[1:])) == len(counts[1:])
+        assert last["completion_tokens"] == counts[-1] == 5
+        assert all(use["total_tokens"] == use["prompt_tokens"] + use["completion_tokens"] for use in (*others, last))

@@ -27,7 +27,7 @@ the exposition format counters end in `_total`, histograms in `_bucket`, `_count
 and all other metrics are of all together.
 
 Reading the page never waits long: an engine that is busy or dead for more than a second keeps its last values, and
-`quire:engine_up` says whether it is up. With API keys, `/metrics` needs one like every route but `/health`.
+`quire:engine_up` says whether it is up. With API keys, `/metrics` needs one like every route but `/health` and `/ping`.
 
 `deploy/` holds a Compose file with Prometheus and a Grafana dashboard for these metrics:
 `docker compose -f deploy/compose.yaml up --build`, then http://localhost:3000.

@@ -43,7 +43,6 @@ class ChatRequest(GenerationFields, kw_only=True):
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **GenerationFields.neutral,
         "modalities": (["text"],),
-        "add_special_tokens": (False,),
     }
 
     messages: Annotated[list[ChatMessage], NOT_EMPTY]

@@ -258,7 +258,6 @@ class AnthropicAnswerText(msgspec.Struct, tag="text"):
     """Text of the answer."""
 
     text: str
-    citations: None = None
 
 
 class AnthropicAnswerThinking(msgspec.Struct, tag="thinking"):

@@ -177,7 +177,7 @@ class GenerationFields(Body):
     allowed_token_ids: AllowedTokens | None = None
     bad_words: list[Name] | None = None
     prompt_logprobs: PromptLogprobs | None = None
-    logprob_token_ids: TokenIds | None = None
+    logprob_token_ids: AllowedTokens | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     truncate_prompt_tokens: Truncation | None = None
@@ -257,6 +257,8 @@ class GenerationFields(Body):
             raise bad_request("stream_options needs stream=true", "stream_options")
         if self.stream and self.prompt_logprobs:
             raise bad_request("prompt_logprobs are not streamed; leave stream out", "prompt_logprobs")
+        if self.logprob_token_ids == []:
+            raise bad_request("logprob_token_ids is empty: leave it out, or name tokens", "logprob_token_ids")
         check_scheduling(self.timeout, self.priority)
         check_salt(self.cache_salt)
         check_seed(self.seed)

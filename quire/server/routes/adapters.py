@@ -11,7 +11,7 @@ from quire.api.adapters import AdapterEntry
 from quire.errors import AdapterError, AdapterNotFoundError, short_repr
 from quire.messages.lora import LoRARequest, check_adapter_name
 from quire.server.context import ServerContext
-from quire.server.errors import bad_request, not_found
+from quire.server.errors import ApiError, not_found
 from quire.server.http import Exchange
 from quire.server.protocol.common import Body
 from quire.server.protocol.values import Name
@@ -25,7 +25,7 @@ class LoadAdapterRequest(Body, kw_only=True):
     lora_path: Name
     """A folder under --allowed-lora-path; a relative one is looked for in each of them."""
     load_inplace: bool = False
-    """Replace an adapter of the same name that has another content."""
+    """Replace the adapter of the same name; without, a name that is loaded is refused."""
     base_model_name: str | None = None
     pinned: bool = False
     """It leaves the device only if no other adapter can make room."""
@@ -51,6 +51,8 @@ class AdapterAnswer(msgspec.Struct):
     """Of its tensors."""
     digest: str
     """Of its content."""
+    message: str
+    """What was done."""
     object: str = "adapter"
 
 
@@ -58,9 +60,13 @@ async def load(context: ServerContext, exchange: Exchange) -> None:
     """Load an adapter: its files are checked, and requests can name it as their model from now on. Running requests
     are not disturbed; engines read the adapter for its first request."""
     request = await exchange.read_json(LoadAdapterRequest)
+    if not request.lora_name:
+        raise _wrong("lora_name is empty", "lora_name")
     name = check_adapter_name(request.lora_name, "lora_name")
     if name in context.names:
-        raise bad_request(f"{short_repr(name)} is the name of the model itself", "lora_name")
+        raise _wrong(f"{short_repr(name)} is the name of the model itself", "lora_name")
+    if name in context.adapters and not request.load_inplace:
+        raise _wrong(f"the adapter {short_repr(name)} has already been loaded: load_inplace replaces it", "lora_name")
     folder = _allowed(context, request.lora_path)
     number = 1 + max((entry.number for entry in context.adapters), default=0)
     async with exchange.interruptible(context.deadline(None)):
@@ -74,8 +80,8 @@ async def load(context: ServerContext, exchange: Exchange) -> None:
         except AdapterNotFoundError as error:
             raise not_found(_without_folder(error, folder), "lora_path") from None
         except AdapterError as error:
-            raise bad_request(_without_folder(error, folder), "lora_path") from None
-        await exchange.reply(_answer(context, entry))
+            raise _wrong(_without_folder(error, folder), "lora_path") from None
+        await exchange.reply(_answer(context, entry, "loaded"))
 
 
 async def _add(context: ServerContext, wanted: LoRARequest) -> AdapterEntry:
@@ -87,12 +93,14 @@ async def _add(context: ServerContext, wanted: LoRARequest) -> AdapterEntry:
 async def unload(context: ServerContext, exchange: Exchange) -> None:
     """Unload an adapter: new requests cannot name it; those that have begun go on with it to their end."""
     request = await exchange.read_json(UnloadAdapterRequest)
+    if not request.lora_name:
+        raise _wrong("lora_name is empty", "lora_name")
     try:
         entry = context.adapters.remove(request.lora_name)
     except AdapterNotFoundError as error:
         raise not_found(str(error), "lora_name") from None
     await context.share_adapters()
-    await exchange.reply(_answer(context, entry))
+    await exchange.reply(_answer(context, entry, "unloaded"))
 
 
 def _allowed(context: ServerContext, given: str) -> Path:
@@ -106,7 +114,12 @@ def _allowed(context: ServerContext, given: str) -> Path:
                 continue
             if folder != top and folder.is_relative_to(top):
                 return folder
-    raise bad_request(f"lora_path {short_repr(given)} is not a folder under --allowed-lora-path", "lora_path")
+    raise _wrong(f"lora_path {short_repr(given)} is not a folder under --allowed-lora-path", "lora_path")
+
+
+def _wrong(message: str, field: str) -> ApiError:
+    """A 400 of the type that vLLM gives it."""
+    return ApiError(400, message, "InvalidUserInput", field)
 
 
 def _without_folder(error: Exception, folder: Path) -> str:
@@ -114,8 +127,10 @@ def _without_folder(error: Exception, folder: Path) -> str:
     return str(error).replace(str(folder), folder.name)
 
 
-def _answer(context: ServerContext, entry: AdapterEntry) -> AdapterAnswer:
-    return AdapterAnswer(entry.name, context.names[0], entry.rank, entry.nbytes, entry.digest.hex())
+def _answer(context: ServerContext, entry: AdapterEntry, done: str) -> AdapterAnswer:
+    # vLLM answers with a text; clients look for "success" in it.
+    message = f"the adapter {short_repr(entry.name)} was {done} successfully"
+    return AdapterAnswer(entry.name, context.names[0], entry.rank, entry.nbytes, entry.digest.hex(), message)
 
 
 ROUTES = [

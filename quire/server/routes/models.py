@@ -16,6 +16,7 @@ class ModelCard(msgspec.Struct):
     created: int
     max_model_len: int
     root: str
+    """The model's name or folder; of an adapter: its folder."""
     object: str = "model"
     owned_by: str = "quire"
     parent: str | None = None
@@ -51,7 +52,7 @@ def _card(context: ServerContext, name: str) -> ModelCard:
         modalities=context.llm.inputs.media.modalities,
     )
     if (entry := context.adapters.get(name)) is not None:
-        card.parent, card.root = entry.base_model_name or context.names[0], name
+        card.parent, card.root = entry.base_model_name or context.names[0], entry.path
     return card
 
 

@@ -12,7 +12,7 @@ from quire.api.text_encoding import check_truncation
 from quire.api.work_pool import check_abandoned
 from quire.messages.outputs import PoolingRequestOutput
 from quire.server.context import ServerContext
-from quire.server.errors import bad_request, not_found
+from quire.server.errors import bad_request, not_served
 from quire.server.http import Exchange
 from quire.server.protocol.embeddings import EmbeddingRequest, VectorsMetadata
 from quire.server.protocol.scoring import (
@@ -94,7 +94,7 @@ async def classify(context: ServerContext, exchange: Exchange) -> None:
         head = context.llm.info.model.class_head
         if head is None:
             context.check_model(exchange, request.model)
-            raise not_found(
+            raise not_served(
                 f"{context.names[0]} does not classify: it has no head for classes; /v1/embeddings has its vectors"
             )
         outputs = await _outputs(context, exchange, request, request.model, request.request_id)
@@ -114,7 +114,7 @@ async def _scores(
     model = context.llm.info.model
     if model.class_head is not None:
         if not model.class_head.scores_pairs:
-            raise not_found(
+            raise not_served(
                 f"{context.names[0]} has {model.class_head.count} classes, and scores no pairs: /classify has their "
                 "probabilities"
             )

@@ -59,8 +59,8 @@ async def openapi(context: ServerContext, exchange: Exchange) -> None:
 ROUTES = [
     Route("GET", "/health", health, errors=(503,), is_public=True, is_hubs=True),
     Route("GET", "/ready", ready, errors=(503,)),
-    Route("GET", "/ping", ready, errors=(503,)),
-    Route("POST", "/ping", ready, errors=(503,)),
+    Route("GET", "/ping", ready, errors=(503,), is_public=True),
+    Route("POST", "/ping", ready, errors=(503,), is_public=True),
     Route("GET", "/load", load, answer=ServerLoad),
     Route("GET", "/version", version, answer=Version),
     Route("GET", "/metrics", metrics, errors=(503,), media_type="text/plain", is_hubs=True),

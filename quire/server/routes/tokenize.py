@@ -27,8 +27,6 @@ def _tokenized(context: ServerContext, request: TokenizeRequest) -> TokenizeResp
     if request.prompt is not None:
         tokens = context.tokenize(request.prompt, request.add_special_tokens is not False)
     else:
-        if request.add_special_tokens:
-            raise bad_request("add_special_tokens is not supported for messages: the template adds them")
         tokens = render(context, _as_chat(request))[1]
     if len(tokens) > context.max_model_len:
         context.check_length(len(tokens), None)
@@ -45,6 +43,7 @@ def _as_chat(request: TokenizeRequest) -> ChatRequest:
         chat_template=request.chat_template,
         chat_template_kwargs=request.chat_template_kwargs,
         mm_processor_kwargs=request.mm_processor_kwargs,
+        add_special_tokens=request.add_special_tokens,
     )
 
 
