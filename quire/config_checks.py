@@ -120,7 +120,7 @@ def _check_tiers(config: EngineConfig) -> None:
     if config.kv_tier_dtype != "auto":
         if not config.swap_space and config.kv_disk is None:
             raise ConfigError(
-                f"kv_tier_dtype={config.kv_tier_dtype!r} needs swap_space or kv_disk: there is no tier to keep blocks in",
+                f"kv_tier_dtype={config.kv_tier_dtype!r} needs swap_space or kv_disk: no blocks are kept without",
                 "kv_tier_dtype",
                 config.kv_tier_dtype,
             )

@@ -73,7 +73,7 @@ class WholePages:
 
 
 class EncodedPages:
-    """Pages are kept in 8 bits. On a GPU they are encoded before they are copied out, and decoded once they are back."""
+    """Pages are kept in 8 bits. A GPU encodes them before they are copied out, and decodes them once they are back."""
 
     def __init__(self, geometry: CacheGeometry) -> None:
         self._codes = _page_codes(geometry)
