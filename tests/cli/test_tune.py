@@ -14,6 +14,7 @@ from quire.platforms import choose
 pytest.importorskip("triton")
 
 from quire.cli import tune
+from quire.kernels.cpu import build
 from quire.kernels.triton import cublaslt, tuning_table
 from quire.kernels.triton.moe import timing as moe_timing
 from quire.kernels.triton.moe.common import ExpertsShape
@@ -47,6 +48,7 @@ def measured(monkeypatch, tmp_path):
             fused = variant.norm + variant.silu
             return 3.0 if fused == 2 else 2.0 - fused
 
+    build.library()  # before its cache moves: compiling it again takes most of a minute
     monkeypatch.setenv("QUIRE_CACHE", str(tmp_path))
     monkeypatch.setattr(tune, "usable_gpu", lambda: choose("cpu"))
     monkeypatch.setattr(tuning_table, "current_gpu", lambda: GPU)
