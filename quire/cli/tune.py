@@ -143,18 +143,19 @@ def few_bit_cases(
     """(weight, whether it is gated, what to measure for each number of rows) of the weights in few bits."""
     from quire.kernels.triton.ops import TritonOps
     from quire.kernels.triton.quantized.registry import products_of
-    from quire.kernels.weights.base import QuantizedWeight
+    from quire.kernels.weights.base import QuantizedWeight, SplitWeight
     from quire.layers.gemm_shapes import layer_gemms
 
     found: dict[str, tuple[QuantizedWeight, bool, list[tuple[int, ProductCase]]]] = {}
     for gemm in layer_gemms(model):
-        if not isinstance(gemm.weight, QuantizedWeight):
-            continue
-        products = products_of(gemm.weight)(TritonOps(), False)
-        each = [(rows, products.case_of(gemm.weight, rows, gemm.gated)) for rows in buckets or products.buckets]
-        cases = [(rows, case) for rows, case in each if case is not None]
-        if cases:
-            found.setdefault(cases[0][1].key, (gemm.weight, gemm.gated, cases))
+        gated = gemm.gated and not isinstance(gemm.weight, SplitWeight)
+        for weight in gemm.weight.parts if isinstance(gemm.weight, SplitWeight) else (gemm.weight,):
+            if not isinstance(weight, QuantizedWeight):
+                continue
+            products = products_of(weight)(TritonOps(), False)
+            each = [(rows, products.case_of(weight, rows, gated)) for rows in buckets or products.buckets]
+            if cases := [(rows, case) for rows, case in each if case is not None]:
+                found.setdefault(cases[0][1].key, (weight, gated, cases))
     return list(found.values())
 
 
