@@ -18,6 +18,7 @@ KV_CACHE_DTYPES = (
     *("auto", "bfloat16", "float16", "float32"),
     *("fp8", "fp8_e4m3", "fp8_per_token_head", "int8_per_token_head"),
 )
+KV_TIER_DTYPES = ("auto", "int8_per_token_head")
 LOAD_FORMATS = ("auto", "safetensors", "pt", "gguf", "dummy")
 CPU_WEIGHTS = ("auto", "dense", "packed")
 MODEL_IMPLS = ("auto", "quire", "vllm", "transformers")
@@ -237,6 +238,14 @@ class EngineConfig:
     )
     kv_store: str = option(
         "disk", "With kv_disk: how blocks are stored there: disk, or a dotted path to a BlockStore class", "memory"
+    )
+    kv_tier_dtype: str = option(
+        "auto",
+        "How swap_space and kv_disk keep keys and values. auto: exactly, as the device does; int8_per_token_head: in 8 "
+        "bits with a scale for each token and head, about half of 16 bits. Tokens after blocks that were there may "
+        "differ from those of an engine without this; refused with batch_invariant",
+        "memory",
+        choices=KV_TIER_DTYPES,
     )
     isolate_tenants: bool = option(
         True,

@@ -117,6 +117,21 @@ def _check_tiers(config: EngineConfig) -> None:
     if config.kv_store != "disk" and config.kv_disk is None:
         raise ConfigError(f"kv_store={config.kv_store!r} needs kv_disk, a folder", "kv_store", config.kv_store)
 
+    if config.kv_tier_dtype != "auto":
+        if not config.swap_space and config.kv_disk is None:
+            raise ConfigError(
+                f"kv_tier_dtype={config.kv_tier_dtype!r} needs swap_space or kv_disk: no blocks are kept without",
+                "kv_tier_dtype",
+                config.kv_tier_dtype,
+            )
+        if config.batch_invariant:
+            raise ConfigError(
+                f"kv_tier_dtype {config.kv_tier_dtype} rounds blocks that leave the device, so that a request's tokens "
+                "depend on which blocks did: with batch_invariant use auto",
+                "kv_tier_dtype",
+                config.kv_tier_dtype,
+            )
+
     idle = config.session_idle_seconds
     if idle is not None and (not isinstance(idle, (int, float)) or isinstance(idle, bool) or not idle >= 0):
         raise ConfigError(f"session_idle_seconds must be at least 0, got {idle!r}", "session_idle_seconds", idle)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.util
 import time
 from typing import TYPE_CHECKING
@@ -18,13 +19,15 @@ if TYPE_CHECKING:
 
     from quire.config import EngineConfig
     from quire.kernels.triton.moe.common import ExpertsShape
+    from quire.kernels.triton.quantized.tuning import ProductCase
     from quire.kernels.triton.skinny_gemm.candidates import GemmShape
     from quire.kernels.triton.tuning_table import Entry, Gpu, TuningTables
+    from quire.kernels.weights.base import QuantizedWeight
     from quire.platforms.base import Platform
 
 WHAT = """\
-Measure which kernel is fastest on this GPU for each GEMM of a model, for its experts, and which cuBLASLt algorithm
-for GEMMs of many rows, and store the result for later starts.
+Measure which kernel is fastest on this GPU for each GEMM of a model, in 16 or few bits, for its 16-bit experts, and
+which cuBLASLt algorithm for GEMMs of many rows, and store the result for later starts.
 Results that are already known, shipped with quire or measured here before, are printed and not measured again.
 No weights are loaded (but downloaded if necessary). Nothing else should use the GPU meanwhile."""
 EXAMPLES = """
@@ -104,11 +107,56 @@ def run(args: argparse.Namespace) -> int:
         say(f"{count} cases measured in {time.monotonic() - begin:.0f} s, stored in {tables.own}")
     else:
         say("everything was already known; --again measures it again")
+    tune_few_bits(tables, model, args.buckets, args.again)
     for experts in experts_shapes(model):
         tune_experts(tables, experts, dtype, args.buckets, args.again)
     weights = dict.fromkeys((shape.n, shape.k) for shape in shapes if shape.kind == "linear")
     tune_cublaslt(gpu, list(weights), dtype, args.buckets, args.again)
     return 0
+
+
+def tune_few_bits(tables: TuningTables, model: nn.Module, buckets: list[int] | None, again: bool) -> None:
+    """Measure which kernel is fastest for the products with weights in few bits, and print it, one weight at a time."""
+    from quire.kernels.triton.ops import TritonOps
+    from quire.kernels.triton.quantized import timing, tuning
+    from quire.kernels.triton.skinny_gemm.timing import raise_clocks
+
+    timer: timing.GraphProductTimer | None = None
+    for weight, gated, cases in few_bit_cases(model, buckets):
+        print(f"{cases[0][1].key.split()[0]} {weight.shape[0]} x {weight.shape[1]}")
+        print(f"{'rows':>6}{'us':>10}{'rule us':>10}  kernel", flush=True)
+        for rows, case in cases:
+            entry, note = tables.get(case.key), "  (known)"
+            if entry is None or again:
+                if timer is None:
+                    raise_clocks()
+                    timer = timing.GraphProductTimer(TritonOps())
+                entry, note = tuning.tune(case, tables, functools.partial(timer, weight, rows, gated)), ""
+            if entry is not None:
+                ours, rule = (f"{entry[name]:.2f}" if name in entry else "-" for name in tuning.TIMES)
+                print(f"{rows:>6}{ours:>10}{rule:>10}  {tuning.describe(entry)}{note}", flush=True)
+
+
+def few_bit_cases(
+    model: nn.Module, buckets: list[int] | None
+) -> list[tuple[QuantizedWeight, bool, list[tuple[int, ProductCase]]]]:
+    """(weight, whether it is gated, what to measure for each number of rows) of the weights in few bits."""
+    from quire.kernels.triton.ops import TritonOps
+    from quire.kernels.triton.quantized.registry import products_of
+    from quire.kernels.weights.base import QuantizedWeight, SplitWeight
+    from quire.layers.gemm_shapes import layer_gemms
+
+    found: dict[str, tuple[QuantizedWeight, bool, list[tuple[int, ProductCase]]]] = {}
+    for gemm in layer_gemms(model):
+        gated = gemm.gated and not isinstance(gemm.weight, SplitWeight)
+        for weight in gemm.weight.parts if isinstance(gemm.weight, SplitWeight) else (gemm.weight,):
+            if not isinstance(weight, QuantizedWeight):
+                continue
+            products = products_of(weight)(TritonOps(), False)
+            each = [(rows, products.case_of(weight, rows, gated)) for rows in buckets or products.buckets]
+            if cases := [(rows, case) for rows, case in each if case is not None]:
+                found.setdefault(cases[0][1].key, (weight, gated, cases))
+    return list(found.values())
 
 
 def tune_experts(
@@ -213,7 +261,8 @@ def gemm_shapes(model: nn.Module) -> tuple[list[GemmShape], torch.dtype]:
         kind = ("norm_silu_linear" if product.gated else "norm_linear") if product.normed else "linear"
         n, k = product.weight.shape
         shapes |= dict.fromkeys(with_less_fused(GemmShape(kind, n, k)))  # a bias adds no time and is in no key
-    return sorted(shapes, key=lambda shape: KINDS.index(shape.kind)), found[0].weight.dtype
+    dtype = found[0].weight.dtype if found else model.build.dtype
+    return sorted(shapes, key=lambda shape: KINDS.index(shape.kind)), dtype  # type: ignore[return-value]
 
 
 def experts_shapes(model: nn.Module) -> list[ExpertsShape]:

@@ -52,7 +52,8 @@ def kv_fingerprint(config: EngineConfig, files: ModelFiles, model: ModelConfig, 
     own = implementation(model.architecture, config.model_impl) == "quire"
     code = "" if own else "through transformers"
     packed = "packed on a CPU" if config.cpu_weights == "packed" else ""
-    more = "".join(f"|{part}" for part in (code, on_load_identity(config), packed, layout) if part)
+    tiers = "" if config.kv_tier_dtype == "auto" else f"tiers {config.kv_tier_dtype}"
+    more = "".join(f"|{part}" for part in (code, on_load_identity(config), packed, layout, tiers) if part)
     return weights + f"|{dtype}|{config.block_size}|{LAYOUT}{cut}{more}".encode()
 
 

@@ -265,6 +265,12 @@ class _Reader:
         for one, following in itertools.pairwise(in_order):
             if following.start < one.start + one.nbytes:
                 raise self.error(f"the tensors {one.name!r} and {following.name!r} overlap at byte {following.start:,}")
+            # Only padding may be between tensors: bytes that belong to none mean that a type or a shape is wrong.
+            if (unused := following.start - one.start - one.nbytes) >= alignment:
+                raise self.error(
+                    f"{unused:,} bytes between the tensors {one.name!r} and {following.name!r} belong to neither: "
+                    f"{one.name!r} {one.shape} takes {one.nbytes:,} bytes in its encoding"
+                )
         return tensors
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +18,7 @@ from quire.errors import ConfigError
 from quire.messages.plan import Moves, MovesDone
 from quire.messages.shared_memory import map_shared
 from quire.worker.kv import KVCache
+from quire.worker.page_copies import PageCopies, WholePages
 
 STAGING_SLOTS = 64
 """Slots for blocks on their way to disk and back, if host memory keeps no blocks itself."""
@@ -118,15 +118,14 @@ def _pin(memory: torch.Tensor) -> None:
 class Mover:
     """Copies the blocks of plans' moves on two streams, out and back, so that both directions run at once."""
 
-    def __init__(self, kv: KVCache, memory: HostMemory) -> None:
+    def __init__(self, kv: KVCache, memory: HostMemory, copies: PageCopies | None = None) -> None:
+        """`copies`: what copies the pages; None: they are kept as they are."""
         self._kv = kv
         self.memory = memory
-        shape = kv.data.shape[1:]
-        self._host = memory.data.view(kv.data.dtype).view(memory.num_slots, *shape)
+        self._copies = copies or WholePages(kv.geometry)
+        self._copies.connect(kv, memory.data)
         self._device = kv.data.device
         self._on_gpu = self._device.type == "cuda"
-        # Slots that are not contiguous are copied one by one: for several at once torch would make a copy first.
-        self._in_runs = self._host.is_contiguous() or not self._on_gpu
         self._done: list[MovesDone] = []
         self._pending: deque[tuple[int, Any, Any]] = deque()
         if self._on_gpu:
@@ -145,10 +144,9 @@ class Mover:
         if self._on_gpu:
             return
         times = []
-        for copy, pairs in ((self._copy_out, moves.out), (self._copy_back, moves.back)):
+        for copy, pairs in ((self._copies.out, moves.out), (self._copies.back, moves.back)):
             begin = time.perf_counter()
-            for run in self._runs(pairs):
-                copy(*run)
+            copy(pairs)
             times.append(time.perf_counter() - begin)
         self._done.append(MovesDone(step, *times))
 
@@ -161,15 +159,15 @@ class Mover:
         now = torch.cuda.Event()
         now.record()
         return (
-            self._timed(self._out, now, self._copy_out, moves.out),
-            self._timed(self._back, now, self._copy_back, moves.back),
+            self._timed(self._out, now, self._copies.out, moves.out),
+            self._timed(self._back, now, self._copies.back, moves.back),
         )
 
     def _timed(
         self,
         stream: torch.cuda.Stream,
         after: torch.cuda.Event,
-        copy: Callable[..., None],
+        copy: Callable[[list[tuple[int, int]]], None],
         pairs: list[tuple[int, int]],
     ) -> tuple[torch.cuda.Event, torch.cuda.Event] | None:
         if not pairs:
@@ -178,19 +176,9 @@ class Mover:
         with torch.cuda.stream(stream):
             stream.wait_event(after)
             begin.record()
-            for run in self._runs(pairs):
-                copy(*run)
+            copy(pairs)
             end.record()
         return begin, end
-
-    def _runs(self, pairs: list[tuple[int, int]]) -> Iterable[tuple[int, int, int]]:
-        return _runs(pairs) if self._in_runs else ((*pair, 1) for pair in pairs)
-
-    def _copy_out(self, block: int, slot: int, count: int) -> None:
-        self._host[slot : slot + count].copy_(self._kv.data[block : block + count], non_blocking=True)
-
-    def _copy_back(self, slot: int, block: int, count: int) -> None:
-        self._kv.data[block : block + count].copy_(self._host[slot : slot + count], non_blocking=True)
 
     @property
     def can_report(self) -> bool:
@@ -229,13 +217,6 @@ class Mover:
                 for way, seconds in enumerate((done.out_seconds, done.back_seconds)):
                     best[way] = max(best[way], count * size / max(seconds, 1e-9))
         return best[0], best[1]
-
-
-def _runs(pairs: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
-    """Runs that are contiguous on both sides become one copy: (from, to, count)."""
-    for _, run in itertools.groupby(enumerate(pairs), lambda item: (item[1][0] - item[0], item[1][1] - item[0])):
-        moved = [pair for _, pair in run]
-        yield *moved[0], len(moved)
 
 
 def _is_over(pending: tuple[int, Any, Any]) -> bool:

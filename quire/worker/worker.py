@@ -50,6 +50,7 @@ from quire.worker.kv import KVCache
 from quire.worker.logits import LogitsProcessor, load_processors
 from quire.worker.memory import MemoryNeeds, logit_bytes, profile_activations
 from quire.worker.moves import HostMemory, Mover, host_slots
+from quire.worker.page_copies import page_copies
 from quire.worker.paths import EagerPath, StepPath, TapeDecodePath, forward
 from quire.worker.runner import PendingStep, Runner
 from quire.worker.weight_copies import make_copies
@@ -161,7 +162,8 @@ class Worker:
         if ranks.pp_size > 1:
             most = max_tokens + max_rows  # a step that is padded may have more than it was planned with
             self._pipeline = Pipeline(ranks, model.hidden_size, most, self.needs.dtype, self._device)
-        self.slot_bytes = self.geometry.page_bytes
+        self._copies = page_copies(config.kv_tier_dtype, self.geometry)
+        self.slot_bytes = self._copies.slot_bytes
         """Bytes of a block in host memory."""
         self.host_slots = host_slots(config, self.slot_bytes)
         """Blocks the host tier has room for."""
@@ -245,7 +247,7 @@ class Worker:
         self._host_memory = host or self._host_memory
         self._runner = self._make_runner(num_blocks, capture=not self._config.enforce_eager)
         if self._host_memory is not None:
-            self.mover = self._runner.mover = Mover(self._runner.batch.kv, self._host_memory)
+            self.mover = self._runner.mover = Mover(self._runner.batch.kv, self._host_memory, self._copies)
         reset_expert_counts(self.model)  # type: ignore[arg-type]  # of warm-up steps
         self._done("cache, graphs")
 

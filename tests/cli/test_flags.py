@@ -51,6 +51,7 @@ NEEDS = {
     **{key: {"distributed_executor_backend": "ray"} for key in ("ray_address", "ray_placement_timeout", "ray_env")},
     "pipeline_layers": {"pipeline_parallel_size": 2},
     "kv_store": {"kv_disk": "folder"},
+    "kv_tier_dtype": {"swap_space": 1.0},
     "allow_gpu_power_control": {"energy_policy": "saver"},
 }
 """Other fields that a field needs."""

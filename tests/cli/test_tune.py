@@ -14,13 +14,16 @@ from quire.platforms import choose
 pytest.importorskip("triton")
 
 from quire.cli import tune
+from quire.kernels.cpu import build
 from quire.kernels.triton import cublaslt, tuning_table
 from quire.kernels.triton.moe import timing as moe_timing
 from quire.kernels.triton.moe.common import ExpertsShape
+from quire.kernels.triton.quantized import timing as quantized_timing
 from quire.kernels.triton.skinny_gemm import timing
 from quire.kernels.triton.skinny_gemm.candidates import GemmShape
 from quire.kernels.triton.skinny_gemm.tuning import GemmTuner, key_of
 from quire.kernels.triton.tuning_table import Gpu, TuningTables, own_path, read_table, write_table
+from tests.quantization.checkpoints import write
 
 GPU = Gpu("NVIDIA Imaginary 9000", 100, True)
 # Of a Llama of width 64, MLP 128, 4 query and 2 KV heads of 16, and 257 tokens.
@@ -45,6 +48,7 @@ def measured(monkeypatch, tmp_path):
             fused = variant.norm + variant.silu
             return 3.0 if fused == 2 else 2.0 - fused
 
+    build.library()  # before its cache moves: compiling it again takes most of a minute
     monkeypatch.setenv("QUIRE_CACHE", str(tmp_path))
     monkeypatch.setattr(tune, "usable_gpu", lambda: choose("cpu"))
     monkeypatch.setattr(tuning_table, "current_gpu", lambda: GPU)
@@ -202,3 +206,31 @@ def test_algorithms_for_many_rows_are_measured_too(quire, byte_llama, measured, 
     monkeypatch.setattr(cublaslt, "shipped_path", lambda *_: tmp_path / "shipped.json")
     quire("tune", byte_llama, "--buckets", "128", "--dtype", "bfloat16")
     assert timed == [(*weight, 128) for weight in weights[1:]], "what is not in our table, for such a weight, has lost"
+
+
+def test_weights_in_few_bits_are_measured_stored_and_not_measured_again(quire, tmp_path, measured, monkeypatch):
+    timed = []
+
+    class Timer:
+        def __init__(self, ops):
+            pass
+
+        def __call__(self, weight, rows, gated, config):
+            timed.append((tuple(weight.shape), rows, gated, config))
+            return 5.0 if config.kernel == "vector" and config.warps == 1 and config.programs else 9.0
+
+    monkeypatch.setattr(quantized_timing, "GraphProductTimer", Timer)
+    write(tmp_path / "model", "fp8")
+    command = ["tune", tmp_path / "model", "--buckets", "1,16", "--dtype", "bfloat16"]
+    ran = quire(*command)
+    assert ran.code == 0, ran.err
+    # Of a Llama of width 64, MLP 96, 4 query and 2 KV heads of 16; its head has 16 bits.
+    shapes = {((128, 64), False), ((64, 64), False), ((192, 64), True), ((64, 96), False)}
+    assert {(case[0], case[2]) for case in timed} == shapes and {case[1] for case in timed} == {1, 16}
+    assert "gated-fp8-token 192 x 64" in ran.out
+    assert len(re.findall(r"^ +1 +5\.00 +9\.00  vector n\d+ w1 programs 2$", ran.out, re.M)) == 4
+    stored = read_table(own_path(GPU))
+    assert stored["fp8-token 1 128x64 bfloat16"]["kernel"] == "vector"
+    timed.clear()
+    assert "(known)" in quire(*command).out and not timed
+    assert quire(*command, "--again").code == 0 and timed

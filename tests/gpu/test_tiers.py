@@ -7,9 +7,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from quire import LLM, SamplingParams
+from quire.kernels.kv import KVFormat
+from quire.layers.attention.base import KVSpec
+from quire.messages.plan import Moves
+from quire.worker.kv import KVCache
+from quire.worker.moves import HostMemory, Mover
+from quire.worker.page_copies import page_copies
 from tests.conftest import TINY_VOCAB
 from tests.gpu.near_ties import NearTies
 from tests.gpu.storm import check, interrupted, make_requests, uninterrupted
@@ -80,3 +88,28 @@ def test_sessions_yield_the_same_tokens_from_every_tier(
             session.fork(f"f{turn}")
             truth[f"f{turn}"] = list(truth[name])
     ties.report("sessions", most=2)
+
+
+def test_pages_in_8_bits_are_those_of_a_cpu() -> None:
+    """Encoded by the kernel on the way out, decoded on the way back, both over several rounds of staging memory."""
+    encoded, back = {}, {}
+    values = torch.randn(40, 3 * 2 * 2 * 16 * 64).bfloat16()
+    for device in ("cpu", "cuda"):
+        kv = KVCache(KVSpec(3, 2, 64), 40, 16, KVFormat(torch.bfloat16), torch.device(device))
+        kv.data.copy_(values.view(kv.data.shape))
+        copies = page_copies("int8_per_token_head", kv.geometry)
+        memory = HostMemory(32, copies.slot_bytes, pinned=device == "cuda")
+        mover = Mover(kv, memory, copies)
+        copies._at_once = 5  # type: ignore[attr-defined]
+        memory.data.zero_()
+        out = [(39 - number, number) for number in range(12)] + [(number, number + 7) for number in range(5, 20)]
+        mover.start(0, Moves(out=out))
+        torch.cuda.synchronize()
+        encoded[device] = memory.data.clone()
+        kv.data.zero_()
+        tokens = np.zeros(27 * 16, np.int32)
+        mover.start(1, Moves(back=[(slot, 39 - page) for page, slot in out], tokens=tokens))
+        torch.cuda.synchronize()
+        back[device] = kv.data.cpu()
+    assert torch.equal(encoded["cuda"], encoded["cpu"]) and torch.equal(back["cuda"], back["cpu"])
+    assert encoded["cpu"][:27].any(1).all() and not encoded["cpu"][27:].any()

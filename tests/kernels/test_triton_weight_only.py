@@ -175,10 +175,8 @@ def test_a_norm_precedes_the_product(ordered: bool, products: WeightOnlyProducts
     assert_close(out, expected(TorchOps().rms_norm(total.double(), gain.double(), EPS), weight, None, silu=False))
 
 
-def test_many_rows_multiply_the_dequantized_matrix(
-    products: WeightOnlyProducts, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(weight_only, "choose", lambda *_: WeightOnlyConfig("dequantize"))
+def test_many_rows_multiply_the_dequantized_matrix(products: WeightOnlyProducts) -> None:
+    products.config = WeightOnlyConfig("dequantize")
     weight, bias = random_weight(40, 128, bits=4, group=32, zeros=True), random(40)
     x = random(5, 128)
     assert_close(products.linear(x, weight, bias), expected(x, weight, bias, silu=False))

@@ -251,6 +251,7 @@ BAD_HEADERS = {
     "'t' and 'u' overlap": header(2) + tensor() + tensor(b"u", offset=96) + bytes(500),
     "'u' and 't' overlap": header(2) + tensor(offset=64) + tensor(b"u") + bytes(500),
     "'a' and 'b' overlap": header(2) + tensor(b"a", kind=2) + tensor(b"b", kind=2) + bytes(500),
+    "96 bytes between the tensors 't' and 'u'": header(2) + tensor(dims=(16,)) + tensor(b"u", offset=160) + bytes(500),
     "general.alignment": header(0, 1) + text(b"general.alignment") + struct.pack("<II", 4, 0) + bytes(100),
 }
 

@@ -17,6 +17,7 @@ from quire.worker.batch import DeviceBatch
 from quire.worker.geometry import make_geometry
 from quire.worker.kv import KVCache
 from quire.worker.moves import HostMemory, Mover
+from quire.worker.page_copies import page_copies
 from quire.worker.runner import Runner
 
 SPEC = KVSpec(2, 2, 8)
@@ -81,6 +82,43 @@ def test_pages_of_every_group_move_whole(device: str, has_full: bool) -> None:
     assert finish(mover) == [1]
     assert torch.equal(state.read(0, tables + 3), values) and (kv.layers[0][8] == 3.0).all()
     assert not has_full or kv.tokens[8].tolist() == ids[-SIZE:].tolist()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("is_shared", [False, True], ids=["own slots", "a rank's part of slots"])
+def test_encoded_pages_of_every_group_come_back_rounded(device: str, is_shared: bool) -> None:
+    """A full group, and windows with fewer and larger heads, whose pages end in padding."""
+    place, format = torch.device(device), KVFormat(torch.bfloat16)
+    caches = [AttentionCache(2, 24, format), AttentionCache(1, 36, format, 6)]
+    kv = KVCache.of(make_geometry(caches, SIZE), BLOCKS, place)
+    copies = page_copies("int8_per_token_head", kv.geometry)
+    assert kv.geometry.groups[1].kind == "window" and copies.slot_bytes < 0.6 * kv.geometry.page_bytes
+    memory = HostMemory(
+        SLOTS, copies.slot_bytes, device == "cuda",
+        (lambda: torch.zeros(SLOTS, copies.slot_bytes + 64, dtype=torch.uint8)[:, 48:-16]) if is_shared else None,
+    )  # fmt: skip
+    mover = Mover(kv, memory, copies)
+    for layer in kv.layers:
+        layer.copy_(torch.randn(layer.shape))
+    before = kv.data.clone()
+    pages = [3, 4, 7, 1]
+    mover.start(0, Moves(out=list(zip(pages, (2, 3, 8, 0), strict=True))))
+    assert finish(mover) == [0]
+    kv.data.zero_()
+    ids = np.zeros(4 * SIZE, np.int32)
+    mover.start(1, Moves(back=list(zip((2, 3, 8, 0), (9, 10, 2, 5), strict=True)), tokens=ids))
+    assert finish(mover) == [1]
+    back = kv.data.clone()
+    kv.data.copy_(before)
+    for layer in kv.layers:
+        was = layer[pages].clone().double()
+        kv.data.copy_(back)
+        now = layer[[9, 10, 2, 5]].double()
+        kv.data.copy_(before)
+        assert not torch.equal(was, now)
+        # Half a code of a largest value below 5, and bfloat16's rounding.
+        assert (was - now).abs().max() < 5 / 254 + 0.01
+    assert not back[[1, 3, 4, 6, 7, 8, 11]].any()
 
 
 def test_adjacent_blocks_are_copied_together(mover: Mover) -> None:

@@ -15,6 +15,8 @@ _PACKED = {"qweight", "weight_packed"}
 _WEIGHT_SCALES = {"weight_scale", "weight_scale_inv", "weight_scale_2", "weight_global_scale", "weight_zero_point"}
 _TEXT_PARTS = ("model.language_model", "model.text_model")
 """What files of models that also take images have in place of `model`."""
+LARGEST_BLOCK = 1 << 16
+"""Rows or columns of a block: more than any matrix needs."""
 _KV_SCALES = re.compile(r"(^|\.)(k_scale|v_scale|q_scale|prob_scale|kv_scale|k_zero_point|v_zero_point|q_zero_point)$")
 _OUTPUT_SCALES = re.compile(r"\.(k_proj|v_proj|qkv_proj)\.output_(scale|zero_point)$")
 
@@ -139,6 +141,28 @@ def number_in(config: Mapping[str, Any], default: int, *keys: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
         raise CheckpointError(f"quantization_config: {keys[0]} is {value!r}; an integer is needed")
     return value
+
+
+def object_in(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """The object under a key; empty if there is none."""
+    value = config.get(key)
+    if value is not None and value != [] and not isinstance(value, Mapping):
+        raise CheckpointError(f"quantization_config: {key} is {value!r}; an object is needed")
+    return value or {}
+
+
+def block_in(config: Mapping[str, Any], key: str, where: str = "") -> tuple[int, int] | None:
+    """The rows and columns of blocks that share a scale; None if there are no blocks. Also as text, "128x128"."""
+    value = config.get(key)
+    if value in (None, [], ""):
+        return None
+    sizes = [int(size) if size.isdigit() else 0 for size in value.split("x")] if isinstance(value, str) else value
+    is_pair = isinstance(sizes, (list, tuple)) and len(sizes) == 2
+    if not is_pair or not all(type(size) is int and 0 < size <= LARGEST_BLOCK for size in sizes):
+        raise CheckpointError(
+            f"quantization_config: {key}{where} is {value!r}; [rows, columns], each from 1 to {LARGEST_BLOCK}"
+        )
+    return sizes[0], sizes[1]
 
 
 def search(pattern: str, name: str) -> bool:

@@ -13,7 +13,7 @@ from quire.quantization.formats.base import Format
 from quire.quantization.formats.fp4 import Fp4Format
 from quire.quantization.formats.grouped import PackedFormat
 from quire.quantization.formats.scaled import BlockFormat, ScaledFormat
-from quire.quantization.schemes.base import DescribedScheme, names_in, search, unsupported
+from quire.quantization.schemes.base import DescribedScheme, block_in, names_in, object_in, search, unsupported
 
 _LABEL = "compressed-tensors"
 _RECOMPRESS = "use a checkpoint in another scheme (FP8_DYNAMIC, W8A8, W4A16, NVFP4A16 are supported)"
@@ -41,11 +41,6 @@ class Args:
             raise CheckpointError(f"quantization_config: {where} is {given!r}; an object is needed")
         group = given.get("group_size")
         usual = "tensor" if group is None else "channel" if group == -1 else "group"
-        block = given.get("block_structure")
-        if isinstance(block, str):
-            block = [int(size) if size.isdigit() else 0 for size in block.split("x")]
-        if block is not None and (len(block) != 2 or not all(isinstance(size, int) and size > 0 for size in block)):
-            raise CheckpointError(f"quantization_config: block_structure of {where} is {block!r}; [rows, columns]")
         bits = given.get("num_bits", 8)
         if not isinstance(bits, int) or (group is not None and not isinstance(group, int)):
             raise CheckpointError(f"quantization_config: num_bits {bits!r}, group_size {group!r} of {where}")
@@ -59,7 +54,7 @@ class Args:
             symmetric=bool(given.get("symmetric", True)),
             dynamic=bool(given.get("dynamic", False)),  # "local": scales of groups are computed
             group=group if strategy in ("group", "tensor_group") else None,
-            block=(block[0], block[1]) if block else None,
+            block=block_in(given, "block_structure", f" of {where}"),
             # `weight` and `static` changed the calibration, not the format.
             ordered=given.get("actorder") in (True, "group", "dynamic"),
         )
@@ -129,7 +124,7 @@ class ModuleGroup:
             names_in(given, "targets"),
             read["weights"],
             read["input_activations"],
-            given.get("format") or default,
+            _format_name(given) or default,
             read["output_activations"] is not None,
         )
 
@@ -142,10 +137,8 @@ class CompressedTensorsScheme(DescribedScheme):
     def __init__(self, config: Mapping[str, Any], dtypes: Mapping[str, str] | None = None) -> None:
         super().__init__(dtypes)
         _check_sparsity(config)
-        default = config.get("format")
-        groups = config.get("config_groups") or {}
-        if not isinstance(groups, Mapping):
-            raise CheckpointError(f"quantization_config: config_groups is {groups!r}; an object is needed")
+        default = _format_name(config)
+        groups = object_in(config, "config_groups")
         # Each group has its own format if they are mixed.
         default = None if default == "mixed-precision" else default
         self._groups = [ModuleGroup.read(name, group, default) for name, group in groups.items()]
@@ -193,13 +186,20 @@ class CompressedTensorsScheme(DescribedScheme):
         return target == "Linear" or self._by_name(module, target)
 
 
+def _format_name(given: Mapping[str, Any]) -> str | None:
+    name = given.get("format")
+    if name is not None and not isinstance(name, str):
+        raise CheckpointError(f"quantization_config: format is {name!r}; a name is needed")
+    return name
+
+
 def _check_sparsity(config: Mapping[str, Any]) -> None:
-    sparsity = config.get("sparsity_config") or {}
+    sparsity = object_in(config, "sparsity_config")
     names = [config.get("format"), sparsity.get("format"), *_formats_of(config.get("config_groups"))]
     for name in names:
         if name in _SPARSE:
             raise unsupported(f"the sparse format {name!r} (compressed-tensors)", "use a dense checkpoint of the model")
-    if (config.get("transform_config") or {}).get("config_groups"):
+    if object_in(config, "transform_config").get("config_groups"):
         raise unsupported(
             "transform_config (rotated weights, compressed-tensors)", "use a checkpoint quantized without transforms"
         )

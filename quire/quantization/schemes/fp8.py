@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from quire.errors import CheckpointError
 from quire.quantization.formats.base import Format
 from quire.quantization.formats.scaled import BlockFormat, ScaledFormat
-from quire.quantization.schemes.base import DescribedScheme, names_in, unsupported
+from quire.quantization.schemes.base import DescribedScheme, block_in, names_in, unsupported
 
 
 class Fp8Scheme(DescribedScheme):
@@ -24,14 +23,9 @@ class Fp8Scheme(DescribedScheme):
             raise unsupported(f"fp8: activation_scheme {self._activations!r}", "static and dynamic are")
         if str(config.get("fmt") or "e4m3").lower() not in ("e4m3", "float8_e4m3fn"):
             raise unsupported(f"fp8: weights in {config.get('fmt')}", "use a checkpoint in e4m3")
-        block = config.get("weight_block_size")
-        self._block: tuple[int, int] | None = None
-        if block:
-            if not isinstance(block, (list, tuple)) or len(block) != 2 or not all(isinstance(b, int) for b in block):
-                raise CheckpointError(f"quantization_config: weight_block_size is {block!r}; [rows, columns]")
-            if self._activations == "static":
-                raise unsupported("fp8: blocks with static activations", "use a checkpoint with dynamic ones")
-            self._block = (block[0], block[1])
+        self._block = block_in(config, "weight_block_size")
+        if self._block is not None and self._activations == "static":
+            raise unsupported("fp8: blocks with static activations", "use a checkpoint with dynamic ones")
 
     def described(self, module: str) -> Format | None:
         # A whole module, such as a vision tower, may be listed by its own name. Lists have hundreds of names.

@@ -10,7 +10,7 @@ from quire.errors import CheckpointError
 from quire.quantization.formats.base import Format
 from quire.quantization.formats.grouped import GptqFormat
 from quire.quantization.schemes.awq import AwqScheme
-from quire.quantization.schemes.base import DescribedScheme, names_in, number_in, search, unsupported
+from quire.quantization.schemes.base import DescribedScheme, names_in, number_in, object_in, search, unsupported
 
 _VERSIONS = {"gptq": 1, "gptq_v2": 2}
 _BITS = (2, 3, 4, 8)
@@ -34,9 +34,7 @@ class GptqScheme(DescribedScheme):
         self._head = bool(config.get("lm_head", False))
         self._wanted = names_in(config, "modules_in_block_to_quantize", "inside_layer_modules")
         self._skipped = names_in(config, "modules_to_not_convert")
-        rules = config.get("dynamic") or {}
-        if not isinstance(rules, Mapping):
-            raise CheckpointError(f"quantization_config: dynamic is {rules!r}; an object is needed")
+        rules = object_in(config, "dynamic")
         self._rules = [
             (pattern[2:] if pattern[:2] in ("+:", "-:") else pattern, None if pattern.startswith("-:") else changes)
             for pattern, changes in rules.items()
@@ -88,8 +86,8 @@ def auto_round(config: Mapping[str, Any], dtypes: Mapping[str, str] | None = Non
             "export the model in the format auto_gptq, auto_awq or llm_compressor",
         )
     skipped = []
-    for name, changes in (config.get("extra_config") or {}).items():
-        if not isinstance(changes, Mapping) or int(changes.get("bits", config.get("bits", 4))) < 16:
+    for name, changes in object_in(config, "extra_config").items():
+        if not isinstance(changes, Mapping) or number_in({**config, **changes}, 4, "bits") < 16:
             raise unsupported(f"auto-round: extra_config of {name!r}", "only entries with 16 bits are")
         skipped.append(name)
     plain = {key: config[key] for key in ("bits", "group_size", "sym") if key in config}

@@ -10,7 +10,7 @@ from quire.errors import CheckpointError
 from quire.quantization.formats.base import Format
 from quire.quantization.formats.fp4 import Fp4Format
 from quire.quantization.formats.scaled import BlockFormat, ScaledFormat
-from quire.quantization.schemes.base import DescribedScheme, names_in, unsupported
+from quire.quantization.schemes.base import DescribedScheme, names_in, object_in, unsupported
 
 _LABEL = "ModelOpt"
 
@@ -50,9 +50,9 @@ class ModelOptScheme(DescribedScheme):
             layers = given.get("quantized_layers")
             if not isinstance(layers, Mapping):
                 raise CheckpointError("quantization_config: MIXED_PRECISION without quantized_layers")
-            self._layers = {
-                name: _format(str(each.get("quant_algo") or "").upper(), each) for name, each in layers.items()
-            }
+            for name in layers:
+                each = object_in(layers, name)
+                self._layers[name] = _format(str(each.get("quant_algo") or "").upper(), each)
         elif algorithm:
             self._all = _format(algorithm, given)
         elif not given.get("kv_cache_quant_algo"):

@@ -11,6 +11,7 @@ from quire.kernels.base import CompilableKernel, Ops
 from quire.kernels.gates import PLAIN_EXPERTS, ExpertVariant
 from quire.kernels.routing import RouteRule
 from quire.kernels.triton.quantized.experts import expert_kernels, goes_pair_by_pair, quantized_experts
+from quire.kernels.triton.quantized.tuning import ProductCase
 
 
 class QuantizedProducts:
@@ -19,10 +20,19 @@ class QuantizedProducts:
     Arguments and results are those of `Ops`.
     """
 
-    def __init__(self, ops: Ops, batch_invariant: bool) -> None:
-        """`ops`: kernels for what is not a product. `batch_invariant`: a row's bits must not depend on its batch."""
+    buckets: Sequence[int] = ()
+    """Rows that `quire tune` chooses kernels for."""
+
+    def __init__(self, ops: Ops, batch_invariant: bool, config: Any = None) -> None:
+        """`ops`: kernels for what is not a product. `batch_invariant`: a row's bits must not depend on its batch.
+        `config`: the configuration of every product, to measure it; None: chosen by its shape and rows."""
         self.ops = ops
         self.invariant = batch_invariant
+        self.config = config
+
+    def case_of(self, weight: Any, rows: int, gated: bool) -> ProductCase | None:
+        """What `quire tune` measures for a product; None: there is nothing to choose."""
+        return None
 
     def linear(self, x: torch.Tensor, weight: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
         raise NotImplementedError

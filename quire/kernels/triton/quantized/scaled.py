@@ -22,15 +22,17 @@ import triton
 import triton.language as tl
 
 from quire.kernels.triton.launch import INTERPRETED, gdc_launch_dependents, gdc_wait, pdl
+from quire.kernels.triton.quantized import tuning
 from quire.kernels.triton.quantized.base import QuantizedProducts
+from quire.kernels.triton.quantized.tuning import ProductCase
 from quire.kernels.triton.quantized.w8.activations import MAX_WIDTH, Codes, quantize, quantize_launch
-from quire.kernels.triton.quantized.w8.choice import INVARIANT, choose
+from quire.kernels.triton.quantized.w8.choice import INVARIANT, candidates, choose
 from quire.kernels.triton.quantized.w8.large import large_launch
 from quire.kernels.triton.quantized.w8.specialized import specialized_launch
 from quire.kernels.triton.quantized.w8.tile import CodedGemm, tile_launch
 from quire.kernels.triton.quantized.w8.vector import VectorGemm, vector_launch
 from quire.kernels.triton.skinny_gemm.common import GemmConfig, GemmLaunch
-from quire.kernels.triton.tuning_table import bucket_of
+from quire.kernels.triton.tuning_table import bucket_of, current_tables
 from quire.kernels.weights.scaled import BlockScaledWeight, ScaledWeight
 
 log = logging.getLogger(__name__)
@@ -85,6 +87,8 @@ class PendingKernel:
 
 class ScaledProducts(QuantizedProducts):
     """Products with 8-bit codes on a GPU."""
+
+    buckets = BUCKETS
 
     def linear(self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
         return self._product(x, weight, Product(bias=bias))
@@ -255,13 +259,45 @@ class ScaledProducts(QuantizedProducts):
     def _config(self, x: torch.Tensor, weight: Weight, silu: bool) -> GemmConfig:
         if self.invariant:
             return INVARIANT
-        outputs, depth = weight.shape
-        blocked = isinstance(weight, BlockScaledWeight)
-        rows = bucket_of(x.shape[0], BUCKETS) or BUCKETS[-1]
-        config = choose(rows, outputs, depth, silu, weight.codes.dtype, blocked, _quantizes(weight))
+        outputs = weight.shape[0]
+        bucket = bucket_of(x.shape[0], BUCKETS) or BUCKETS[-1]
+        config: GemmConfig = self.config or _chosen(*_case_fields(weight, bucket, silu))
         if config.kernel in ("large", "specialized") and outputs // (2 if silu else 1) * x.element_size() % 16:
             return INVARIANT  # TMA stores rows of a multiple of 16 bytes
         return config
+
+    def case_of(self, weight: Weight, rows: int, gated: bool) -> ProductCase | None:
+        most = DEQUANTIZED_MIN_ROWS if not _quantizes(weight) else LIBRARY_MIN_ROWS if _is_blocked(weight) else 1 << 30
+        return _case(*_case_fields(weight, rows, gated)) if rows in BUCKETS and rows < most else None
+
+
+def _is_blocked(weight: Weight) -> bool:
+    return isinstance(weight, BlockScaledWeight)
+
+
+def _case_fields(weight: Weight, bucket: int, gated: bool) -> tuple[Any, ...]:
+    """The arguments of `_case`."""
+    codes = "int8" if weight.codes.dtype is torch.int8 else "fp8"
+    how = "x".join(map(str, weight.block)) if isinstance(weight, BlockScaledWeight) else weight.inputs
+    sizes = (*weight.shape, weight.codes.dtype, _is_blocked(weight), _quantizes(weight))
+    return f"{codes}-{how}", bucket, *sizes, weight.dtype, gated
+
+
+@functools.cache
+def _case(
+    kind: str, bucket: int, outputs: int, depth: int, code: torch.dtype, blocked: bool, quantized: bool,
+    dtype: torch.dtype, gated: bool,
+) -> ProductCase:  # fmt: skip
+    product = (bucket, outputs, depth, gated, code, blocked, quantized)
+    return ProductCase(
+        tuning.key_of(kind, bucket, outputs, depth, dtype, gated), choose(*product), candidates(*product)
+    )
+
+
+@functools.cache
+def _chosen(*case: Any) -> GemmConfig:
+    found: GemmConfig = tuning.config_of(_case(*case), current_tables())
+    return found
 
 
 @functools.cache

@@ -7,6 +7,7 @@ kernel runs: `few` and `tile` make numbers of codes as they multiply, `dequantiz
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ import triton
 
 from quire.kernels.base import CompilableKernel
 from quire.kernels.triton.launch import INTERPRETED, has_pdl, num_sms
-from quire.kernels.triton.quantized import few_rows
+from quire.kernels.triton.quantized import few_rows, tuning
 from quire.kernels.triton.quantized.base import QuantizedProducts
 from quire.kernels.triton.quantized.dequantize import compile_dequantize, dequantize, scratch
 from quire.kernels.triton.quantized.few_rows import few_launch
@@ -28,7 +29,8 @@ from quire.kernels.triton.quantized.gemm import (
     as_words,
 )
 from quire.kernels.triton.quantized.tile_rows import can_gate, tile_launch
-from quire.kernels.triton.tuning_table import bucket_of
+from quire.kernels.triton.quantized.tuning import ProductCase
+from quire.kernels.triton.tuning_table import bucket_of, current_tables
 from quire.kernels.weights.fp4 import Fp4Weight
 from quire.kernels.weights.grouped import GroupedWeight
 
@@ -103,6 +105,39 @@ def choose(outputs: int, spans: int, rows: int) -> WeightOnlyConfig:
     return replace(config, split=max(1, min(split, spans // 4)))
 
 
+def candidates(outputs: int, spans: int, bucket: int) -> list[WeightOnlyConfig]:
+    """What `quire tune` measures for such a GEMM; the rule's choice is the first."""
+    found = [choose(outputs, spans, bucket)]
+    if bucket <= few_rows.MAX_ROWS:
+        found += [
+            WeightOnlyConfig("few", block_n, max(bucket, 8), warps, depth)
+            for block_n, warps, depth in itertools.product((16, 32), (4, 8, 16), (4, 8))
+            if spans <= warps * few_rows.MAX_CHUNKS and depth <= triton.cdiv(spans, warps)
+        ]
+    if outputs % 256 == 0 and spans >= MIN_SPANS and bucket in BUCKETS[: BUCKETS.index(512)]:
+        block_m = max(bucket, 16)
+        for block_n, warps, stages in dict.fromkeys((TILES[block_m], TALL_TILES[block_m], (64, 4, 4), (128, 8, 4))):
+            tile = WeightOnlyConfig("tile", block_n, block_m, warps, stages)
+            splits = [split for split in (1, 2, 4, 6, 8) if split == 1 or split <= spans // 4]
+            found += [replace(tile, split=split) for split in splits]
+            found += [replace(tile, programs=programs) for programs in (2, 3)]
+    return list(dict.fromkeys([*found, WeightOnlyConfig("dequantize")]))
+
+
+@functools.cache
+def _case(
+    kind: str, outputs: int, spans: int, inputs: int, bucket: int, dtype: torch.dtype, gated: bool
+) -> ProductCase:
+    key = tuning.key_of(kind, bucket, outputs, inputs, dtype, gated)
+    return ProductCase(key, choose(outputs, spans, bucket), candidates(outputs, spans, bucket))
+
+
+@functools.cache
+def _chosen(*case: Any) -> WeightOnlyConfig:
+    found: WeightOnlyConfig = tuning.config_of(_case(*case), current_tables())
+    return found
+
+
 class WeightOnlyKernel(NamedTuple):
     """A kernel that a model needs compiled."""
 
@@ -137,6 +172,8 @@ class WeightOnlyKernel(NamedTuple):
 class WeightOnlyProducts(QuantizedProducts):
     """Products with `GroupedWeight` and `Fp4Weight`."""
 
+    buckets = BUCKETS
+
     def linear(
         self, x: torch.Tensor, weight: GroupedWeight | Fp4Weight, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
@@ -155,7 +192,7 @@ class WeightOnlyProducts(QuantizedProducts):
         bias: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
         words = self._words(x, weight)
-        if words is not None and self._config(words, len(x)).kernel == "dequantize":
+        if words is not None and self._config(words, len(x), gated=False).kernel == "dequantize":
             return self.ops.linear_add(stream, self._ordered(x, weight), dequantize(words, scratch(words)), bias)
         return self.linear(x, weight, bias)
 
@@ -166,7 +203,7 @@ class WeightOnlyProducts(QuantizedProducts):
         if words is None:
             out = weight.linear(x, bias)
             return self.ops.silu_mul(out) if gated else out
-        config = self._config(words, len(x))
+        config = self._config(words, len(x), gated)
         x = self._ordered(x, weight)
         if config.kernel == "dequantize":
             matrix = dequantize(words, scratch(words))
@@ -188,8 +225,17 @@ class WeightOnlyProducts(QuantizedProducts):
         order = weight.order if isinstance(weight, GroupedWeight) else None
         return x if order is None else x.index_select(1, order)
 
-    def _config(self, words: WordWeight, rows: int) -> WeightOnlyConfig:
-        return INVARIANT if self.invariant else choose(words.outputs, words.inputs // words.span, rows)
+    def _config(self, words: WordWeight, rows: int, gated: bool) -> WeightOnlyConfig:
+        if self.invariant:
+            return INVARIANT
+        if self.config is not None:
+            return self.config
+        bucket = bucket_of(rows, BUCKETS)
+        return WeightOnlyConfig("dequantize") if bucket is None else _chosen(*_case_fields(words, bucket, gated))
+
+    def case_of(self, weight: GroupedWeight | Fp4Weight, rows: int, gated: bool) -> ProductCase | None:
+        words = as_words(weight)
+        return None if words is None or rows not in BUCKETS else _case(*_case_fields(words, rows, gated))
 
     def kernels_of(
         self, weight: Any, normed: bool, gated: bool, bias: bool, max_rows: int
@@ -200,9 +246,17 @@ class WeightOnlyProducts(QuantizedProducts):
         meta = words.to_meta()
         kernels: dict[Hashable, WeightOnlyKernel] = {}
         for rows in [rows for rows in (*BUCKETS, 2 * BUCKETS[-1]) if rows < 2 * max_rows]:
-            config = self._config(words, rows)
+            config = self._config(words, rows, gated)
             if config.kernel == "dequantize" and not words.codes.is_meta:
                 scratch(words)  # taken now: later there may be no memory, or a graph is being recorded
             kernel = WeightOnlyKernel(meta, rows, config, gated, bias)
             kernels.setdefault(kernel.key, kernel)
         return list(kernels.values())
+
+
+def _case_fields(words: WordWeight, bucket: int, gated: bool) -> tuple[Any, ...]:
+    """The arguments of `_case`."""
+    kind = f"{words.format}-g{words.group}"
+    if words.zero is not None or words.minimum is not None:
+        kind += "-zero" if words.zero is not None else "-minimum"
+    return kind, words.outputs, words.inputs // words.span, words.inputs, bucket, words.dtype, gated

@@ -6,6 +6,8 @@ Rules drawn from measurements of Llama-3.1-8B's shapes on an H200 (`python -m be
 from __future__ import annotations
 
 import functools
+import itertools
+from dataclasses import replace
 
 import torch
 
@@ -16,6 +18,9 @@ INVARIANT = GemmConfig("tile", block_n=128, block_m=64, block_k=128, warps=4, st
 """For any number of rows: the sums are in the same order."""
 MAX_CODE_VECTOR_ROWS, MAX_VALUE_VECTOR_ROWS = 2, 4
 """Rows of `vector`, with quantized activations (every program quantizes them) and without."""
+MAX_ROWS = 4
+"""Rows that `vector` can have."""
+_SHARED = 208 * 1024  # bytes of shared memory a program's stages may take
 DEEP = 8192
 """Inputs from which on a weight has many inputs for its outputs."""
 
@@ -51,6 +56,37 @@ def choose(
     if -(-rows // 128) * -(-n // 256) < gpu.multiprocessors:
         return GemmConfig("large", 128 // half, 64, 128, 4, 4, programs=2)
     return GemmConfig("specialized", 256, 128, 128, 4, 4)
+
+
+def candidates(
+    rows: int, n: int, k: int, silu: bool, code: torch.dtype, blocked: bool = False, quantized: bool = True
+) -> list[GemmConfig]:
+    """What `quire tune` measures for such a product; the rule's choice is the first."""
+    gpu = current_gpu()
+    half = 2 if silu else 1
+    outputs = n // half
+    found = [choose(rows, n, k, silu, code, blocked, quantized)]
+    if rows <= MAX_ROWS:
+        for block_n, warps in itertools.product((2, 4, 8), (1, 2, 4, 8)):
+            if warps == 1 or 512 * warps <= k:
+                found.append(GemmConfig("vector", block_n, warps=warps, early=True))
+                found.append(GemmConfig("vector", block_n, warps=warps, programs=2))
+    if not gpu.has_tma or k < 256 or outputs < 64:
+        return list(dict.fromkeys(found))
+    if rows <= 256:
+        block_m = min(max(rows, 16), 128)
+        for block_n, block_k in itertools.product((64, 128), (128,) if blocked else (128, 256)):
+            stages = min(7, _SHARED // ((block_n * half + block_m) * block_k))
+            if stages < 3 or k < 2 * block_k:
+                continue
+            tile = GemmConfig("tile", block_n, block_m, block_k, 8 if block_m * block_n > 4096 else 4, stages, tma=True)
+            found += [replace(tile, split=split) for split in (1, 2, 4, 8) if split == 1 or split <= k // block_k // 2]
+            found += [replace(tile, programs=programs) for programs in (1, 2)]
+    if rows > 32 and quantized:
+        found += [GemmConfig("large", 128 // half, 64, 128, 4, 4, programs=programs) for programs in (1, 2)]
+        if not blocked:
+            found += [GemmConfig("specialized", 256, block_m, 128, 4, 4) for block_m in (128, 192)]
+    return list(dict.fromkeys(found))
 
 
 def _few_rows(outputs: int, k: int, silu: bool, deep_steps: bool, gpu: Gpu) -> GemmConfig:
