@@ -62,7 +62,7 @@ class ResultMemory:
         if len(self._pieces) >= _MOST:
             self._pieces.sort(key=len)
             del self._pieces[0]
-        made = mmap.mmap(-1, size)
+        made = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # a forked child has its own
         if hasattr(mmap, "MADV_HUGEPAGE"):
             made.madvise(mmap.MADV_HUGEPAGE)
         self._pieces.append(made)
