@@ -8,6 +8,7 @@ import torch
 
 from quire.kernels.adapters import SlotLowRank
 from quire.kernels.cpu.build import library
+from quire.kernels.cpu.results import ResultMemory
 from quire.kernels.cpu.tape import TapeArena
 from quire.kernels.gates import PLAIN_EXPERTS, ExpertVariant
 from quire.kernels.kv import LayerKV, QuantizedKV
@@ -31,6 +32,7 @@ class CpuOps(TorchOps):
     def __init__(self) -> None:
         native = library()
         self.is_native = native is not None
+        self._results = ResultMemory()
         kernel = native.kernel if native else lambda name: {}
         self._linear = kernel("linear")
         self._low_rank = kernel("low_rank")
@@ -70,7 +72,7 @@ class CpuOps(TorchOps):
             return super().linear(x, weight, bias)
         run, pack = kernel
         rows, (width, depth) = x.size(0), weight.shape
-        out = x.new_empty(rows, width)
+        out = self._results.empty(x, rows, width)
         bias_pointer = 0 if bias is None else bias.data_ptr()
         threads = torch.get_num_threads()
         pointers = (x.data_ptr(), weight.data_ptr(), bias_pointer, out.data_ptr())
@@ -102,7 +104,7 @@ class CpuOps(TorchOps):
             return super().linear(x, weight, bias)
         run, pack = kernel
         rows, width = x.size(0), weight.shape[0]
-        out = x.new_empty(rows, width)
+        out = self._results.empty(x, rows, width)
         threads, size = torch.get_num_threads(), x.element_size()
         bias_pointer, out_pointer = 0 if bias is None else bias.data_ptr(), out.data_ptr()
         for part in packed:
@@ -141,7 +143,7 @@ class CpuOps(TorchOps):
             return super().rms_norm(x, weight, eps)
         run, pack = kernel
         rows, width = x.shape
-        out = x.new_empty(rows, width)
+        out = self._results.empty(x, rows, width)
         pointers = (x.data_ptr(), weight.data_ptr(), out.data_ptr())
         run(pack(*pointers, rows, width, x.stride(0), eps, torch.get_num_threads()))
         return out
@@ -155,7 +157,7 @@ class CpuOps(TorchOps):
             return super().add_rms_norm(x, residual, weight, eps)
         run, pack = kernel
         rows, width = x.shape
-        out = x.new_empty(rows, width)
+        out = self._results.empty(x, rows, width)
         pointers = (x.data_ptr(), residual.data_ptr(), weight.data_ptr(), out.data_ptr())
         run(pack(*pointers, rows, width, x.stride(0), residual.stride(0), eps, torch.get_num_threads()))
         return out, residual
@@ -179,7 +181,7 @@ class CpuOps(TorchOps):
         run, pack = kernel
         rows, double = gate_up.shape
         width = double // 2
-        out = gate_up.new_empty(rows, width)
+        out = self._results.empty(gate_up, rows, width)
         run(pack(gate_up.data_ptr(), out.data_ptr(), rows, width, gate_up.stride(0), torch.get_num_threads()))
         return out
 
@@ -225,7 +227,7 @@ class CpuOps(TorchOps):
             return self._experts_one_by_one(x, weights, experts, gate_up, down, variant)
         run, pack = kernel
         rows, hidden = x.shape
-        out = x.new_empty(rows, hidden)
+        out = self._results.empty(x, rows, hidden)
         pointers = (t.data_ptr() for t in (x, weights, experts, gate_up, down, out))
         count, width, top_k = gate_up.size(0), down.size(2), experts.size(1)
         run(pack(*pointers, rows, hidden, width, count, top_k, x.stride(0), torch.get_num_threads()))
@@ -241,7 +243,7 @@ class CpuOps(TorchOps):
     ) -> torch.Tensor:
         run, pack = self._packed_experts[x.dtype]
         rows, hidden = x.shape
-        out = x.new_empty(rows, hidden)
+        out = self._results.empty(x, rows, hidden)
         pointers = (t.data_ptr() for t in (x, weights, experts, out))
         count, width, top_k = gate_up.shape[0], down.shape[2], experts.size(1)
         stacks: list[int] = []
@@ -294,7 +296,7 @@ class CpuOps(TorchOps):
             return super().prepare_qkv(qkv, positions, cos_sin, norms, kv, slots, num_heads, num_kv_heads, head_dim)
         run, pack = kernel
         tokens = qkv.size(0)
-        q = qkv.new_empty(tokens, num_heads, head_dim)
+        q = self._results.empty(qkv, tokens, num_heads, head_dim)
         cosines, rotary = (0, 0) if cos_sin is None else (cos_sin.data_ptr(), cos_sin.size(1))
         q_weight, k_weight, eps = (0, 0, 0.0) if norms is None else (norms[0].data_ptr(), norms[1].data_ptr(), norms[2])
         run(
@@ -325,7 +327,7 @@ class CpuOps(TorchOps):
         native = library()
         if native is None:
             return super().capture(run)
-        with native.recording() as tape, TapeArena() as arena:
+        with native.recording() as tape, TapeArena() as arena, self._results.off():
             result = run()
         if arena.torch_ops:
             return result, None

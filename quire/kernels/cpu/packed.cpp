@@ -69,13 +69,20 @@ INLINE void unpack_span(const uint8_t* codes, const uint8_t* high, bytes (&fours
     }
 }
 
+// Where what belongs to `inputs` numbers of a row of x is, the i-th of such: fours, groups or blocks.
+template <int inputs, int beside>
+INLINE int64_t x_at(int64_t row, int64_t rows, int64_t i, int64_t k) {
+    if constexpr (beside == 1) return i;
+    return chunk_place<beside>(row, rows, i, k / inputs, kChunk / inputs);
+}
+
 // Two groups' sums share four bytes where a kind has minimums: they are multiplied in pairs.
 template <class K, int beside>
-INLINE void put_sum(const Rounded<typename K::Sum>& into, int64_t row, int64_t g, int64_t groups, int32_t sum) {
+INLINE void put_sum(const Rounded<typename K::Sum>& into, int64_t row, int64_t rows, int64_t g, int64_t k, int32_t sum) {
     if constexpr (!K::has_minimum) {
-        into.sums[x_place<beside>(row, g, groups)] = sum;
+        into.sums[x_at<K::kGroup, beside>(row, rows, g, k)] = sum;
     } else {
-        int32_t& pair = into.sums[x_place<beside>(row, g / 2, groups / 2)];
+        int32_t& pair = into.sums[x_at<K::kGroup * 2, beside>(row, rows, g / 2, k)];
         pair = g % 2 ? int32_t(uint32_t(sum) << 16 | (uint32_t(pair) & 0xffff)) : sum;
     }
 }
@@ -86,25 +93,25 @@ template <class K>
 constexpr int32_t kStart = QUIRE_FUSED && !K::has_scale ? kMagicBits : 0;
 
 template <class K, int beside, class T>
-void round_row(const T* x, int64_t row, int64_t k, const Rounded<typename K::Sum>& into) {
+void round_row(const T* x, int64_t row, int64_t rows, int64_t k, const Rounded<typename K::Sum>& into) {
     for (int64_t b = 0; b < k; b += K::kBlock) {
         float largest;
         const bool is_number = measure(x + b, K::kBlock, largest), is_zero = largest < kSmallest || !is_number;
         const float inverse = is_zero ? 0 : 127 / largest;
         // A number that is none makes every result of the row none, as it does in a product of floats.
-        into.scales[x_place<beside>(row, b / K::kBlock, k / K::kBlock)] =
+        into.scales[x_at<K::kBlock, beside>(row, rows, b / K::kBlock, k)] =
             is_number ? (is_zero ? 0 : largest / 127) : std::numeric_limits<float>::quiet_NaN();
         for (int64_t g = 0; g < K::kBlock / K::kGroup; g++) {
             ints total{};
             for (int64_t i = b + g * K::kGroup; i < b + (g + 1) * K::kGroup; i += kStrip) {
                 int8_t codes[kStrip];
                 total += round_numbers(x + i, inverse, codes);
-                for (int64_t j = 0; j < kStrip; j += 4)
-                    std::memcpy(into.codes + 4 * x_place<beside>(row, (i + j) / 4, k / 4), codes + j, 4);
+                int8_t* fours = into.codes + 4 * x_at<4, beside>(row, rows, i / 4, k);
+                for (int64_t j = 0; j < kStrip; j += 4) std::memcpy(fours + j * beside, codes + j, 4);
             }
             int32_t sum = sum_of(total);
             if constexpr (K::kZero != 0) sum = kStart<K> - K::kZero * sum;  // what a sum of products begins with
-            put_sum<K, beside>(into, row, b / K::kGroup + g, k / K::kGroup, sum);
+            put_sum<K, beside>(into, row, rows, b / K::kGroup + g, k, sum);
         }
     }
 }
@@ -244,18 +251,50 @@ struct Line {
     }
 };
 
-// `wide` registers of the weight's rows against up to kPanel rows of x. Codes of kChunk inputs are unpacked once for all
-// of them, into L1; then kAtOnce rows at a time are multiplied: each four of x that is loaded meets `wide` registers of
-// codes, and each of codes kAtOnce rows.
+// `wide` registers of the weight's rows against up to kPanel rows of x, kAtOnce at a time: each four of x that is loaded
+// meets `wide` registers of codes, and each of codes kAtOnce rows. Codes of kChunk inputs are unpacked once for all rows,
+// into L1; those of 4 bits, with many registers, for each kAtOnce rows, which costs less than storing them.
 template <class K, class T, int wide>
 struct Panel {
     static constexpr int64_t kGroups = K::kBlock / K::kGroup, kPairs = Place<K>::kPairs;
-    static constexpr bool unpacks = K::kBits < 8;  // codes of 8 bits are used where they are
+    static constexpr bool direct = K::kBits == 4;  // unpacked for each kAtOnce rows
+    static constexpr bool unpacks = K::kBits < 8 && !direct;           // codes of 8 bits are used where they are
+
+    // What the next chunk needs of the weight, of these registers or the next ones. It is prefetched by parts, one for
+    // each kAtOnce rows at each group: all at once would fill the queue of misses, and loads that are needed now would
+    // wait in it.
+    struct Ahead {
+        static constexpr int kStrips = wide / kParts > 1 ? wide / kParts : 1;
+        static constexpr int64_t kLines = std::max<int64_t>(1, K::kLow * K::kGroup / kSpan);  // of a group's codes
+
+        const uint8_t *codes[kStrips], *high[kStrips];
+        int64_t group[kStrips];
+        int64_t lines;  // of each strip's, at each group
+        bool rest;      // whether scales too
+
+        INLINE void fetch(const Packed& weight) {
+            UNROLL
+            for (int j = 0; j < kStrips; j++) {
+                for (int64_t l = 0; l < lines; l++) __builtin_prefetch(codes[j] + l * 64, 0, 3);
+                codes[j] += K::kLow * kVector * K::kGroup / kSpan;
+                if (!rest) continue;
+                if constexpr (K::kHigh > 0) __builtin_prefetch(high[j], 0, 3);
+                high[j] += K::kHigh * kVector * K::kGroup / kSpan;
+                if constexpr (K::has_scale) __builtin_prefetch(weight.scale + group[j], 0, 3);
+                if constexpr (K::kMinimums == Minimums::kBytes) __builtin_prefetch(weight.minimum + group[j], 0, 3);
+                if constexpr (!K::has_scale) __builtin_prefetch(weight.d + group[j], 0, 3);
+                if constexpr (K::kMinimums == Minimums::kBlock) __builtin_prefetch(weight.m + group[j], 0, 3);
+                group[j] += kStrip;
+            }
+        }
+    };
 
     const Product<T>& p;
     const Rounded<typename K::Sum>& x;
     int64_t first;     // of the registers
     int64_t m0, rows;  // of x
+    const int64_t groups = (rows + kAtOnce - 1) / kAtOnce;
+    const int64_t lines = m0 ? 0 : (Ahead::kLines + groups - 1) / groups;  // of codes, prefetched at a time
     vec out[kPanel][wide];
     bytes unpacked[unpacks ? wide : 1][unpacks ? kChunk / 4 : 1];
     Scaling scaling[kChunk / K::kBlock][wide];
@@ -268,83 +307,131 @@ struct Panel {
             const Place<K> at = place(j);
             for (int64_t block = 0; block < inputs / K::kBlock; block++)
                 scaling[block][j] = at.scaling(i0 / K::kBlock + block);
-            for (int64_t span = 0; span < inputs / kSpan; span++) {
-                const uint8_t* codes = at.codes(i0 / kSpan + span);
-                if (!m0 && !at.lane) prefetch_codes<K::kLow * kVector>(codes);
-                if constexpr (unpacks) {
-                    bytes fours[kFours];
-                    unpack_span<K>(codes, at.high(i0 / kSpan + span), fours);
-                    UNROLL
-                    for (int i = 0; i < kFours; i++) unpacked[j][span * kFours + i] = fours[i];
-                }
+            for (int64_t span = 0; unpacks && span < inputs / kSpan; span++) {
+                bytes fours[kFours];
+                unpack_span<K>(at.codes(i0 / kSpan + span), at.high(i0 / kSpan + span), fours);
+                UNROLL
+                for (int i = 0; i < kFours; i++) unpacked[j][span * kFours + i] = fours[i];
             }
         }
     }
 
-    // Sums of the products of the group that begins at input i0 + i.
+    // What rows have of a chunk: x_at's, for the rows of which the first is visited.
+    struct Chunk {
+        const int8_t* codes;
+        const typename K::Sum* sums;
+        const float* scales;
+    };
+
+    INLINE Chunk chunk_of(int64_t m, int64_t i0, int64_t inputs) const {
+        constexpr int64_t each = K::has_minimum ? K::kGroup * 2 : K::kGroup;
+        const int64_t at = m0 * p.k + i0 * groups * kAtOnce + m / kAtOnce * inputs * kAtOnce, row = m % kAtOnce;
+        return {x.codes + at + row * 4, x.sums + at / each + row, x.scales + at / K::kBlock + row};
+    }
+
+    INLINE Ahead ahead_of(int64_t m, int64_t i0) const {
+        Ahead ahead;
+        const bool is_inside = i0 + kChunk < p.k;
+        const int64_t i = is_inside ? i0 + kChunk : 0, from = first + (is_inside ? 0 : wide);
+        const int64_t begin = m / kAtOnce * lines;
+        ahead.lines = begin < Ahead::kLines ? lines : 0;
+        ahead.rest = lines && !m;
+        UNROLL
+        for (int j = 0; j < Ahead::kStrips; j++) {
+            const Place<K> at(p.weight, p.k, from + j * kParts);
+            ahead.codes[j] = at.codes(i / kSpan) + begin * 64;
+            ahead.high[j] = at.high(i / kSpan);
+            ahead.group[j] = at.beside(i / K::kGroup, p.k / K::kGroup);
+        }
+        return ahead;
+    }
+
+    // Sums of the products of a group: `codes` of the weight in each register's strip, or unpacked, with x's.
     template <int count>
-    INLINE void multiply(int64_t m, int64_t i0, int64_t i, ints (&sums)[count][wide]) const {
-        const int64_t g = (i0 + i) / K::kGroup;
-        const int8_t* codes = x.codes + 4 * x_place(m0 + m, (i0 + i) / 4, p.k / 4);
-        const auto* starts = x.sums + x_place(m0 + m, K::has_minimum ? 0 : g, p.k / K::kGroup);
+    INLINE static void multiply(const bytes* const (&codes)[wide], const int8_t* x_codes,
+                                const typename K::Sum* starts, ints (&sums)[count][wide]) {
         UNROLL
         for (int r = 0; r < count; r++)
             UNROLL
             for (int j = 0; j < wide; j++) sums[r][j] = ints{} + (K::kZero ? int32_t(starts[r]) : kStart<K>);
-        const bytes* own[wide];
-        UNROLL
-        for (int j = 0; j < wide; j++)
-            own[j] = unpacks ? unpacked[j] + i / 4 : reinterpret_cast<const bytes*>(place(j).codes(0) + (i0 + i) * kStrip);
-        constexpr int64_t stride = unpacks ? 1 : kParts;  // of registers from one four to the next
         dot_fours<K::kBits, K::kGroup / 4, count, wide>(sums, [&](int j, int n) FORCED {
-            return own[j][n * stride];
-        }, codes);
+            if constexpr (!direct) return codes[j][unpacks ? n : n * kParts];
+            const words packed = (words)codes[j][n % 4 * kParts];
+            return (bytes)(n < 4 ? packed : packed >> 4) & 15;
+        }, x_codes);
     }
 
     template <int count>
     INLINE void add_rows(int64_t m, int64_t i0, int64_t inputs) {
-        for (int64_t block = 0; block < inputs / K::kBlock; block++) {
-            const int64_t b = i0 / K::kBlock + block;
-            const float* x_scales = x.scales + x_place(m0 + m, b, p.k / K::kBlock);
+        constexpr int64_t bits = direct ? K::kBits : 8;
+        constexpr int64_t group_bytes = K::kGroup * (unpacks ? kLanes : kStrip) * bits / 8 / sizeof(bytes);
+        Chunk chunk = chunk_of(m, i0, inputs);
+        const bytes* codes[wide];
+        UNROLL
+        for (int j = 0; j < wide; j++)
+            codes[j] = unpacks ? unpacked[j] : reinterpret_cast<const bytes*>(place(j).codes(i0 / kSpan));
+        const auto next_group = [&]() FORCED {
+            UNROLL
+            for (int j = 0; j < wide; j++) codes[j] += group_bytes;
+            chunk.codes += K::kGroup * kAtOnce;
+            if constexpr (!K::has_minimum) chunk.sums += kAtOnce;
+        };
+        Ahead ahead = ahead_of(m, i0);
+        const Scaling (*by)[wide] = scaling;
+        vec (*into)[wide] = out + m;
+        for (int64_t i = 0; i < inputs; i += K::kBlock) {
+            Scaling kept[wide];  // in registers
+            UNROLL
+            for (int j = 0; j < wide; j++) kept[j] = (*by)[j];
+            const Scaling (&own)[wide] = kRegisters == 32 ? kept : *by;
             if constexpr (!K::has_scale) {
+                ahead.fetch(p.weight);
                 ints sums[count][wide];
-                multiply<count>(m, i0, block * K::kBlock, sums);
-                const auto* x_sums = x.sums + x_place(m0 + m, b, p.k / K::kGroup);
+                multiply<count>(codes, chunk.codes, chunk.sums, sums);
                 UNROLL
                 for (int r = 0; r < count; r++)
                     UNROLL
                     for (int j = 0; j < wide; j++)
-                        add_scaled<K>(out[m + r][j], sums[r][j], scaling[block][j], x_sums[r], x_scales[r]);
+                        add_scaled<K>(into[r][j], sums[r][j], own[j], chunk.sums[r], chunk.scales[r]);
+                next_group();
+                asm volatile("" ::: "memory");  // results stay in L1: sums need registers
             } else {
+                const int64_t b = (i0 + i) / K::kBlock;
                 ints totals[count][wide] = {};
                 for (int64_t g = 0; g < kGroups; g++) {
+                    ahead.fetch(p.weight);
                     ints sums[count][wide], scale[wide];
-                    multiply<count>(m, i0, block * K::kBlock + g * K::kGroup, sums);
+                    multiply<count>(codes, chunk.codes, chunk.sums, sums);
                     UNROLL
                     for (int j = 0; j < wide; j++) scale[j] = place(j).scale(b * kGroups + g);
                     UNROLL
                     for (int r = 0; r < count; r++)
                         UNROLL
                         for (int j = 0; j < wide; j++) totals[r][j] += sums[r][j] * scale[j];
+                    next_group();
                     asm volatile("" : "+m"(totals));  // in L1: sums need the registers
                 }
-                const int32_t* x_sums = x.sums + x_place(m0 + m, b * kPairs, p.k / K::kGroup / 2);
+                if constexpr (!K::has_minimum) chunk.sums -= kGroups * kAtOnce;
                 UNROLL
                 for (int j = 0; j < wide; j++) {
                     ints minimums[kPairs];
                     place(j).minimums_of(b, minimums);
                     UNROLL
                     for (int r = 0; r < count; r++)
-                        add_totals<K, kPairs, kAtOnce>(out[m + r][j], totals[r][j], scaling[block][j], minimums,
-                                                       x_sums + r, x_scales[r]);
+                        add_totals<K, kPairs, kAtOnce>(into[r][j], totals[r][j], own[j], minimums, chunk.sums + r,
+                                                       chunk.scales[r]);
                 }
+                chunk.sums += (K::has_minimum ? kPairs : kGroups) * kAtOnce;
             }
+            chunk.scales += kAtOnce, by++;
         }
     }
 
     void run() {
-        for (int64_t m = 0; m < rows; m++)
+        for (int64_t m = 0; m < rows; m++) {
             for (int j = 0; j < wide; j++) out[m][j] = vec{};
+            asm volatile("" ::: "memory");  // no call of memset for a few kilobytes
+        }
         for (int64_t i0 = 0; i0 < p.k; i0 += kChunk) {
             const int64_t inputs = std::min(kChunk, p.k - i0);
             unpack_chunk(i0, inputs);
@@ -365,16 +452,17 @@ void product_of(const Product<T>& p) {
     x.sums = reinterpret_cast<typename K::Sum*>(x.scales + padded * blocks);
     const int64_t each = std::max<int64_t>(1, 8192 / p.k);
     share_items(p.rows, each, p.threads, p.rows * p.k > kWorthRounding, [&](int64_t row) {
-        round_row<K, beside>(p.x + row * p.x_stride, row, p.k, x);
+        round_row<K, beside>(p.x + row * p.x_stride, row, p.rows, p.k, x);
     });
     const int64_t strips = (p.n + kStrip - 1) / kStrip, strip_bytes = kStrip * p.k * K::kBits / 8;
-    const int64_t at_once = strips_at_once(strips, strip_bytes, p.rows, p.threads);
+    constexpr int wide = K::kBits <= kWideBits ? 2 : 1;
+    const int64_t together = beside > 1 && wide > kParts ? wide / kParts : 1;
+    const int64_t at_once = strips_at_once(strips, strip_bytes, p.rows, p.threads, together);
     share((strips + at_once - 1) / at_once, p.threads, p.rows * p.n * p.k > kWorthSharing, [&](int64_t piece) {
         const int64_t begin = piece * at_once * kParts, end = std::min(strips, (piece + 1) * at_once) * kParts;
         if constexpr (beside == 1) {
             for (int64_t part = begin; part < end; part++) Line<K, T>{p, x, {p.weight, p.k, part}}.run(part);
         } else {
-            constexpr int wide = K::kBits <= kWideBits ? 2 : 1;
             for (int64_t m = 0; m < p.rows; m += kPanel) {  // rows of x and the piece stay in L2
                 const int64_t rows = std::min(kPanel, p.rows - m);
                 int64_t part = begin;

@@ -55,7 +55,7 @@ constexpr int kAtOnce = kRegisters == 32 ? 8 : 4;    // of them, whose sums are 
 constexpr int64_t kPieceBytes = 48 * 1024;           // of weight that a thread takes at a time, at least
 constexpr int64_t kStreamBytes = 1024 * 1024;        // the same times rows of x: few rows wait for memory, see below
 constexpr int64_t kKeptBytes = 256 * 1024;           // the same for several tiles of rows: it stays in L2
-constexpr int64_t kAhead = 4096;                     // bytes of codes that are asked for before they are needed
+constexpr int64_t kAhead = 8192;                     // bytes of codes that are asked for before they are needed
 constexpr int64_t kWorthSharing = 512 * 1024;        // multiply-adds: fewer take less time than waking a thread
 constexpr int64_t kWorthRounding = 64 * 1024;        // numbers of x: the same
 constexpr int64_t kStripKinds = 16;                  // kinds from here on are those of strips.cpp
@@ -263,9 +263,8 @@ INLINE void unpack(const uint8_t* plane, bytes (&fours)[kFours]) {
     }
 }
 
-// x in 8 bits: fours of codes [rows / beside, k / 4, beside, 4], sums of a group's codes [rows / beside, k / group,
-// beside] and scales [rows / beside, k / block, beside]: rows that are multiplied at once, kAtOnce, lie side by side. A
-// lone row has none beside it: it would not stay in L1.
+// x in 8 bits: fours of codes, sums of a group's codes and scales of a block, as x_place and chunk_place lay them: rows
+// that are multiplied at once, kAtOnce, lie side by side. A lone row has none beside it: it would not stay in L1.
 template <class Sum>
 struct Rounded {
     int8_t* codes;
@@ -349,6 +348,15 @@ INLINE int64_t x_place(int64_t row, int64_t i, int64_t count) {
     return (row / beside * count + i) * beside + row % beside;
 }
 
+// The same where `each` numbers of all rows of a panel lie together, [rows / kPanel, count / each, rows of the panel /
+// beside, each, beside]: a panel reads one piece of memory at a time, not pieces that compete for the same sets of L1.
+template <int beside = kAtOnce>
+INLINE int64_t chunk_place(int64_t row, int64_t rows, int64_t i, int64_t count, int64_t each) {
+    const int64_t m0 = row / kPanel * kPanel, padded = (std::min(kPanel, rows - m0) + beside - 1) / beside * beside;
+    const int64_t begin = i / each * each, inside = std::min(each, count - begin);
+    return m0 * count + begin * padded + x_place<beside>(row - m0, i - begin, inside);
+}
+
 // Calls visit(count, m) for rows m to m + count - 1, as many at once as registers hold, until all `rows` are visited.
 template <class Visit>
 INLINE void by_count(int64_t rows, const Visit& visit) {
@@ -362,11 +370,12 @@ INLINE void by_count(int64_t rows, const Visit& visit) {
 
 // Strips that a thread takes at a time. With few rows a product waits for memory, and the hardware's prefetching begins
 // anew with every piece: pieces of 48 KiB reach 80 % of the speed of reading, of 1 MiB 92 %. More rows compute longer on
-// a piece, and smaller ones end together.
-INLINE int64_t strips_at_once(int64_t strips, int64_t strip_bytes, int64_t rows, int64_t threads) {
+// a piece, and smaller ones end together. Always a multiple of `beside`, the strips that are multiplied together: a strip
+// that is left alone takes a fifth longer.
+INLINE int64_t strips_at_once(int64_t strips, int64_t strip_bytes, int64_t rows, int64_t threads, int64_t beside = 1) {
     const int64_t piece = rows > kTile ? kKeptBytes : std::max(kPieceBytes, kStreamBytes / rows);
     const int64_t fair = strips / (threads * 8), worth = std::max<int64_t>(1, piece / strip_bytes);
-    return std::max<int64_t>(1, std::min(fair, worth));
+    return std::max<int64_t>(1, std::min(fair, worth) / beside) * beside;
 }
 
 // Asks for the `size` bytes of codes kAhead bytes after p. At the end of a matrix these may be of none: a prefetch never
@@ -374,7 +383,7 @@ INLINE int64_t strips_at_once(int64_t strips, int64_t strip_bytes, int64_t rows,
 template <int64_t size>
 INLINE void prefetch_codes(const uint8_t* p) {
     UNROLL
-    for (int64_t i = 0; i < size; i += 64) __builtin_prefetch(p + kAhead + i, 0, 2);
+    for (int64_t i = 0; i < size; i += 64) __builtin_prefetch(p + kAhead + i, 0, 3);
 }
 
 }  // namespace

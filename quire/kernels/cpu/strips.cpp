@@ -53,8 +53,7 @@ struct Tile {
         const int8_t* fours_of_x = x.codes + 4 * x_place<beside>(m0 + m, block * (p.block / 4), p.k / 4);
         for (int64_t span = 0; span < spans; span++) {
             bytes fours[kFours];
-            if constexpr (beside == 1)
-                if (!lane) prefetch_codes<bits * kVector>(codes + span * bits * kVector);
+            if (!lane && !m0 && !m) prefetch_codes<bits * kVector>(codes + span * bits * kVector);
             unpack<bits>(codes + span * bits * kVector, fours);
             UNROLL
             for (int i = 0; i < kFours; i++)
