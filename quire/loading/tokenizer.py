@@ -111,10 +111,13 @@ def _config_error(files: ModelFiles) -> Exception | None:
     """Why transformers refuses the model's config, which it reads to find the tokenizer's class; None: it does not."""
     from transformers import AutoConfig
 
+    path = files.file("config.json")
+    if path is None:
+        return None
     try:
-        AutoConfig.from_pretrained(files.folder, local_files_only=True)
+        AutoConfig.from_pretrained(path.parent, local_files_only=True)
     except Exception as error:
-        return error if files.file("config.json") else None
+        return error
     return None
 
 
