@@ -41,7 +41,7 @@ TRIM_SECONDS = 30.0
 """How often heap and grammars are given back at most."""
 RETURN_SECONDS = 60.0
 """How often freed heap is given back in any case…"""
-RETURN_SHARE = 1000
+RETURN_SHARE = 10_000
 """…and how many times as long as it takes passes in between at least: a heap of many pieces takes longer."""
 
 
