@@ -22,7 +22,7 @@ async def create(context: ServerContext, exchange: Exchange) -> None:
     """Complete several chats; the choices are in their order."""
     request = await exchange.read_json(BatchChatRequest)
     async with exchange.interruptible(context.deadline(request.timeout)):
-        check_count(request, context.config.max_prompts)
+        _check_count(request, context.config.max_prompts)
         has_media = any(message.has_media for messages in request.messages for message in messages)
         answers = await exchange.work(_prepare, context, exchange, request, is_long=True, has_media=has_media)
         tasks: list[asyncio.Future[list[AnswerPiece]]] = []
@@ -43,7 +43,7 @@ async def create(context: ServerContext, exchange: Exchange) -> None:
         await exchange.reply(await exchange.work(_whole, context, answers, collected, is_long=True))
 
 
-def check_count(request: BatchChatRequest, most: int) -> None:
+def _check_count(request: BatchChatRequest, most: int) -> None:
     """Raise 400 for more conversations than `most`, before a request is made of each."""
     if len(request.messages) > most:
         count = len(request.messages)
