@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from quire import __version__
+from quire.cli.init_process import fork_if_first
 from quire.cli.parser import Parser
 from quire.errors import QuireError
 from quire.resource_limits import out_of_memory_reason
@@ -89,6 +90,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(arguments: list[str]) -> int:
     command = next((argument for argument in arguments if not argument.startswith("-")), None)
+    if command == "serve":
+        fork_if_first()
     parser = make_parser(command)
     args = parser.parse(arguments)
     if args.command is None:

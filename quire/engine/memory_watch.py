@@ -39,6 +39,12 @@ LONGEST_PAUSE_SECONDS = 3600.0
 """…and at most, if they run out of memory whenever they are larger again."""
 TRIM_SECONDS = 30.0
 """How often heap and grammars are given back at most."""
+RETURN_SECONDS = 60.0
+"""How often freed heap is given back in any case…"""
+RETURN_SHARE = 10_000
+"""…and how many times as long as it takes passes in between at least: a heap of many pieces takes longer."""
+SLOW_RETURN_SECONDS = 0.003
+"""A heap that takes longer is given back only while the engine is idle."""
 
 
 @dataclass(frozen=True)
@@ -143,6 +149,39 @@ class MemoryWatch:
             return 1 - use.device_free / max(1, use.device_total)
         step = steps.largest_step * tokens // max(1, steps.step_tokens)
         return max(0.0, 1 - (use.device_free - step) / max(steps.room, step))
+
+
+class HeapReturns:
+    """Gives freed heap back to the system once in a while. Between objects of every age there are free pieces; those
+    that large passing tensors and texts have touched once stay resident otherwise, a little more for hours."""
+
+    def __init__(
+        self, give_back: Callable[[], object] | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._give_back = give_back_heap if give_back is None else give_back
+        self._clock = clock
+        self._due = clock() + RETURN_SECONDS
+        self._is_needed = self._is_slow = False
+
+    def tick(self) -> None:
+        """To be called once a step. A heap that takes long waits until the engine is idle: streams would notice."""
+        self._is_needed = True
+        if not self._is_slow and self._clock() >= self._due:
+            self._return()
+
+    def tick_idle(self) -> float | None:
+        """To be called while idle; returns after how many seconds to call it again, None if not before a step."""
+        if self._is_needed and self._clock() >= self._due:
+            self._return()
+        return max(0.0, self._due - self._clock()) if self._is_needed else None
+
+    def _return(self) -> None:
+        begin = self._clock()
+        self._give_back()
+        self._is_needed = False
+        ended = self._clock()
+        self._is_slow = ended - begin > SLOW_RETURN_SECONDS
+        self._due = ended + max(RETURN_SECONDS, RETURN_SHARE * (ended - begin))
 
 
 def _level(used: float) -> int:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from quire.engine import ipc
 from quire.engine.device_split import limit_to_share
 from quire.engine.engine_view import describe_block
+from quire.engine.memory_watch import HeapReturns
 from quire.engine.session_calls import SessionAnswer, SessionHandler
 from quire.errors import EngineDeadError, OutOfResourcesError, QuireError
 from quire.executor.child import apply_context, exit_with_peer, ignore_signals, load_context
@@ -47,13 +48,14 @@ class EngineLoop:
         self._is_open = True
         self._rebalances: list[int] = []
         self._sessions = SessionHandler(lambda: core.sessions)
+        self._heap = HeapReturns()
         core.scheduler.requests.timelines = Timelines()
         core.wakes.append(link.fileno())
 
     def run(self) -> None:
         """Run until `ShutdownEngine` arrives. Waits for messages only while there is no work."""
         while self._is_open:
-            seconds = self._core.tick_idle()
+            seconds = self._tick_idle()
             for data in self._link.receive(not self._core.has_work, seconds):
                 self._handle(data)
             if self._is_open and self._core.has_work:
@@ -63,6 +65,15 @@ class EngineLoop:
                         self._link.send(ipc.Outputs(piece))
                 self._sessions.answer_saved()
                 self._report_rebalanced()
+                self._heap.tick()
+
+    def _tick_idle(self) -> float | None:
+        """What is to be done while there is no work; returns after how many seconds again, None: not before there is
+        work."""
+        if self._core.has_work:
+            return None
+        pauses = (self._core.tick_idle(), self._heap.tick_idle())
+        return min((seconds for seconds in pauses if seconds is not None), default=None)
 
     def _handle(self, data: bytes) -> None:
         try:

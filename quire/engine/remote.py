@@ -28,7 +28,7 @@ from quire.executor.child import child_context, describe_exit
 from quire.kvcache.prefix_cache import ContentKeys
 from quire.loading.files import ModelFiles
 from quire.loading.model_config import ModelConfig
-from quire.messages.frames import FrameSplitter, SocketReader
+from quire.messages.frames import TURN_BYTES, FrameSplitter, SocketReader
 from quire.paths import child_environment, scratch_prefix
 
 logger = logging.getLogger(__name__)
@@ -171,7 +171,7 @@ class LinkedEngine(abc.ABC):
 
     def _read(self) -> None:
         try:
-            data = self._inlet.receive()
+            data = self._inlet.receive(max(TURN_BYTES, self._frames.missing))
         except BlockingIOError:
             return
         except OSError:

@@ -157,6 +157,16 @@ def _check_together(raw: Mapping[str, Any], prefix: str, source: object) -> None
             base,
             f"rope_parameters.rope_theta is {rope['rope_theta']!r}: they must agree (override rope_parameters)",
         )
+    old = raw.get("rope_scaling") or {}  # the same by its earlier name: one of them would have no effect
+    old = {"rope_type": old.get("type", "default"), **old} if old else {}
+    for name, value in old.items():
+        if value != rope.get(name, "default" if name == "rope_type" else value):
+            raise _wrong(
+                source,
+                f"{prefix}rope_scaling.{name}",
+                value,
+                f"rope_parameters.{name} is {rope.get(name)!r}: they must agree (override rope_parameters)",
+            )
 
 
 def _wrong(source: object, name: str, value: Any, why: str) -> CheckpointError:

@@ -10,6 +10,9 @@ LARGEST = 2**32 - 1
 """Bytes of the largest message."""
 _LENGTH = struct.Struct("<I")
 _READ_BYTES = 1 << 20
+TURN_BYTES = 1 << 14
+"""What an event loop reads in one pass, unless a message is longer: a few hundred outputs. The rest of what waits in
+the socket is for its next passes."""
 
 
 def frame(data: bytes) -> bytes:
@@ -30,9 +33,10 @@ class SocketReader:
         self._socket = sock
         self._buffer = memoryview(bytearray(_READ_BYTES))
 
-    def receive(self) -> memoryview:
-        """The bytes that arrived, valid until the next call; empty when the other end is closed. Raises OSError."""
-        return self._buffer[: self._socket.recv_into(self._buffer)]
+    def receive(self, most: int = _READ_BYTES) -> memoryview:
+        """The bytes that arrived, `most` or fewer, valid until the next call; empty when the other end is closed.
+        Raises OSError."""
+        return self._buffer[: self._socket.recv_into(self._buffer, min(most, _READ_BYTES))]
 
 
 class FrameSplitter:
@@ -42,6 +46,13 @@ class FrameSplitter:
         """`largest`: bytes of the largest message accepted."""
         self._largest = largest
         self._buffer = bytearray()
+
+    @property
+    def missing(self) -> int:
+        """Bytes that the message in progress still lacks; 0: its length is not known yet."""
+        if len(self._buffer) < _LENGTH.size:
+            return 0
+        return _LENGTH.size + int(_LENGTH.unpack_from(self._buffer)[0]) - len(self._buffer)
 
     def feed(self, data: bytes | memoryview) -> Iterator[bytes]:
         """The messages that `data` completes. Raises ValueError for a length above the limit."""

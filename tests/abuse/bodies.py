@@ -17,6 +17,13 @@ COUNT = "/v1/messages/count_tokens"
 TOKENIZE = "/tokenize"
 DETOKENIZE = "/detokenize"
 SESSIONS = "/v1/sessions"
+BATCH = "/v1/chat/completions/batch"
+CONVERSATIONS = "/v1/conversations"
+POOLING = "/pooling"
+CLASSIFY = "/classify"
+SCORE = "/score"
+RERANK = "/rerank"
+INVOCATIONS = "/invocations"
 USER = [{"role": "user", "content": "abc"}]
 BASE: dict[str, dict[str, Any]] = {
     CHAT: {"messages": USER, "max_tokens": 2},
@@ -28,6 +35,13 @@ BASE: dict[str, dict[str, Any]] = {
     TOKENIZE: {"prompt": "abc"},
     DETOKENIZE: {"tokens": [5]},
     SESSIONS: {"input": "abc", "ttl": 1},
+    BATCH: {"messages": [USER], "max_tokens": 2},
+    CONVERSATIONS: {},
+    POOLING: {"input": "abc"},
+    CLASSIFY: {"input": "abc"},
+    SCORE: {"text_1": "abc", "text_2": "abc"},
+    RERANK: {"query": "abc", "documents": ["abc"]},
+    INVOCATIONS: {"max_tokens": 2},
 }
 STATUSES = (200, 400, 404, 413, 429)
 """What any body may get: never a 500, never nothing."""
@@ -54,6 +68,13 @@ FIELDS: dict[str, tuple[str, ...]] = {
     TOKENIZE: ("prompt", "messages", "tools", "chat_template_kwargs", "model"),
     DETOKENIZE: ("tokens", "model"),
     SESSIONS: ("input", "tools", "chat_template_kwargs", "metadata", "id"),
+    BATCH: ("messages", "metadata", "chat_template_kwargs", "stop", "response_format", "unknown"),
+    CONVERSATIONS: ("items", "metadata", "unknown"),
+    POOLING: ("input", "messages", "chat_template_kwargs"),
+    CLASSIFY: ("input", "messages", "unknown"),
+    SCORE: ("text_1", "text_2", "queries", "documents", "unknown"),
+    RERANK: ("query", "documents", "top_n", "unknown"),
+    INVOCATIONS: ("messages", "prompt", "input", "query", "text_1", "unknown"),
 }  # fmt: skip
 
 CONTAINERS: dict[str, str] = {

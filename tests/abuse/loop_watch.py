@@ -1,4 +1,4 @@
-"""Measures how long an event loop works without a turn for others."""
+"""Measures how long an event loop works without looking at its sockets."""
 
 from __future__ import annotations
 
@@ -6,30 +6,28 @@ import asyncio
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 
 class LoopWatch:
-    """The longest callback of an event loop, in CPU time of its thread: other processes do not matter."""
+    """The longest pass of an event loop, which runs all callbacks that are ready, in CPU time of its thread: other
+    processes do not matter."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
+        self._loop: Any = loop
         self.longest = 0.0
 
     @contextmanager
     def watching(self) -> Iterator[LoopWatch]:
-        run = asyncio.Handle._run
-        loop = self._loop
+        run_once = self._loop._run_once
 
-        def timed(handle: asyncio.Handle) -> None:
-            if handle._loop is not loop:  # type: ignore[attr-defined]
-                run(handle)
-                return
+        def timed() -> None:
             begin = time.thread_time()
-            run(handle)
+            run_once()
             self.longest = max(self.longest, time.thread_time() - begin)
 
-        asyncio.Handle._run = timed  # type: ignore[method-assign]
+        self._loop._run_once = timed
         try:
             yield self
         finally:
-            asyncio.Handle._run = run  # type: ignore[method-assign]
+            del self._loop._run_once

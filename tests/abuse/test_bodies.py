@@ -12,7 +12,20 @@ from typing import Any
 import pytest
 
 from quire.server.protocol.fields import FieldReader
-from tests.abuse.bodies import CHAT, EMBED, MESSAGES, RESPONSES, STATUSES, TEXT, TOKENIZE, USER, attacks
+from tests.abuse.bodies import (
+    BATCH,
+    CHAT,
+    EMBED,
+    MESSAGES,
+    RERANK,
+    RESPONSES,
+    SCORE,
+    STATUSES,
+    TEXT,
+    TOKENIZE,
+    USER,
+    attacks,
+)
 from tests.abuse.loop_watch import LoopWatch
 from tests.abuse.pulse import Pulse
 from tests.processes import rss
@@ -138,6 +151,29 @@ class TestWhereItIsRead:
         assert live.post(TEXT, {"prompt": "abc", "max_tokens": 1}).status_code == 200
         assert live.post(TEXT, {"prompt": "abc " * 2000, "max_tokens": 1}).status_code == 400
         assert "quire-work" not in threads[0] and threads[1].startswith("quire-work")
+
+    @pytest.mark.parametrize(
+        "path, body, status",
+        [
+            (SCORE, {"text_1": "a", "text_2": ["a"] * 200_000}, 400),
+            (RERANK, {"query": "a", "documents": ["a"] * 200_000, "top_n": 1}, 400),
+            (BATCH, {"messages": [USER] * 14_000}, 400),
+            (BATCH, {"messages": [USER] * 1000, "max_tokens": 1}, 200),
+        ],
+        ids=["scores", "documents", "conversations", "a batch"],
+    )
+    def test_many_texts_do_not_hold_the_loop(self, live: Live, path: str, body: Any, status: int) -> None:
+        """Texts that are computed once are compared as often as they are given: before, 200,000 took 0.8 s of the
+        loop's time, 14,000 conversations 80 ms, and the start of 1,000 of them 65 ms."""
+        gc.collect()
+        gc.freeze()
+        watch = LoopWatch(live._loop)
+        with watch.watching():
+            answer = live.post(path, body)
+            assert live.client.get("/version").status_code == 200  # after what the answer left to do
+        gc.unfreeze()
+        assert answer.status_code == status, answer.text[:300]
+        assert watch.longest < 0.05
 
     def test_no_shape_holds_the_loop(self, live: Live) -> None:
         """CPU time of the loop's thread: before, one body took seconds."""

@@ -29,6 +29,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(7200)]
 SETTINGS: dict[str, Any] = {"dtype": "float32", "num_gpu_blocks_override": 128, "device": "cpu"}
 KILLS = int(os.environ.get("STORM_KILLS", "200"))
 USERS = 8
+PATIENCE_SECONDS = 600.0
+"""Nothing takes longer, even where the engine's processes get a tenth of a core."""
 START_KILLS = 0.1
 """Share of kills that are followed by one of the engine that is being started."""
 
@@ -86,15 +88,21 @@ class Storm:
     def _is_calm(self) -> bool:
         """Whether all engines run and no stream waits for one: three kills without a token in between, the last of them
         of an engine with one request, would end the request."""
+        return not any(self._unrest().values())
+
+    def _unrest(self) -> dict[str, Any]:
         recovery = self.llm._group.recovery
-        trials = [replica.trial for replica in self.llm.replicas if replica.trial is not None]
-        down = any(replica.death for replica in self.llm.replicas)
-        return not (self._killed_at or recovery._watch.suspects or trials or down)
+        return {
+            "without an output": dict(self._killed_at),
+            "suspects": list(recovery._watch.suspects),
+            "tried alone": [replica.trial.request_id for replica in self.llm.replicas if replica.trial is not None],
+            "down": [replica.death for replica in self.llm.replicas if replica.death],
+        }
 
     async def _until(self, condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + PATIENCE_SECONDS
         while not condition() and not self._is_over:
-            assert time.monotonic() < deadline
+            assert time.monotonic() < deadline, (self._unrest(), time.monotonic())
             await asyncio.sleep(0.005)
 
     def note_kill(self, replica: int) -> None:
@@ -160,6 +168,8 @@ async def storm(model: Path, reference: LLM, title: str, **settings: Any) -> Non
             pid = replica.pid
             os.kill(rng.choice([pid, *ranks]), signal.SIGKILL)
             users.ends["kills"] += 1
+            if users.ends["kills"] % 20 == 0:
+                users.report(title)
             await users._until(lambda: bool(replica.death) or replica.pid != pid)
             if rng.random() < START_KILLS:
                 await users._until(lambda: replica.starting is not None)

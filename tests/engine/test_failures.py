@@ -15,7 +15,14 @@ import torch
 
 from quire import LLM, SamplingParams
 from quire.engine.core import EngineCore
-from quire.engine.memory_watch import LEAST_BUDGET, LONGEST_PAUSE_SECONDS, RAISE_SECONDS, MemoryWatch, StepMemory
+from quire.engine.memory_watch import (
+    LEAST_BUDGET,
+    LONGEST_PAUSE_SECONDS,
+    RAISE_SECONDS,
+    HeapReturns,
+    MemoryWatch,
+    StepMemory,
+)
 from quire.engine.watchdog import Watchdog
 from quire.errors import DeviceLostError, EngineDeadError, StepMemoryError
 from quire.executor.null import NullExecutor
@@ -221,6 +228,25 @@ def test_a_full_machine_trims_and_slows_admission() -> None:
     assert memory.bench.scheduler.rows.used == 4 and memory.watch.host_level == 0
     run(core)
     memory.bench.scheduler.check_idle()
+
+
+def test_freed_heap_is_given_back_once_in_a_while_and_not_while_nothing_happens() -> None:
+    now, calls, takes = 0.0, 0, 0.001
+
+    def give_back() -> None:
+        nonlocal calls, now
+        calls, now = calls + 1, now + takes
+
+    heap = HeapReturns(give_back, lambda: now)
+    assert heap.tick_idle() is None, "nothing was done"
+    for _ in range(2 * 60 * 60 + 10):
+        now += 0.5
+        heap.tick()
+    assert calls == 60
+    now, takes = now + 100, 0.2
+    assert heap.tick_idle() is None and calls == 61, "all is given back"
+    heap.tick()
+    assert heap.tick_idle() == pytest.approx(2000), "a ten-thousandth of the time at most"
 
 
 def test_memory_is_reported_in_metrics(make_llm: Callable[..., LLM]) -> None:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -53,6 +56,37 @@ def start(tiny_model: Path) -> Iterator[Callable[[], ForkServerClient]]:
 
 def has_torch(pid: int) -> bool:
     return "libtorch" in Path(f"/proc/{pid}/maps").read_text()
+
+
+def test_a_fork_server_that_exits_leaves_no_zombie(start: Callable[[], ForkServerClient]) -> None:
+    """It exits when it is idle, and its client may be idle as well."""
+    client = start()
+    os.kill(client.pid, signal.SIGKILL)
+    deadline = time.monotonic() + 60
+    while Path(f"/proc/{client.pid}").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    client.close()
+    client.poll()
+    assert client.death
+
+
+def test_it_exits_in_silence_with_an_engine_that_was_killed(tiny_model: Path) -> None:
+    """Messages that the engine had not read yet reset the connection."""
+    files = local_files("tiny", tiny_model).to_plain()
+    spec = wire.ForkServerSpec(None, files, False, None, TINY_VOCAB, [1], rows=2, memory_bytes=1 << 30)
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "quire.engine.grammar.process", str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            stderr=subprocess.PIPE,
+        )
+    with ours:
+        ours.send(wire.encode(spec))
+        assert ours.recv(wire.MESSAGE_BYTES, socket.MSG_PEEK) == wire.READY
+    _, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (0, b"")
 
 
 def test_torch_stays_out_of_the_process(start: Callable[[], ForkServerClient]) -> None:

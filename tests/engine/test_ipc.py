@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import socket
+from collections import Counter
 from typing import Any
 
 import msgspec
@@ -11,15 +13,16 @@ import pytest
 
 from quire.engine import ipc
 from quire.engine.process import refusal
-from quire.engine.remote import error_of
+from quire.engine.remote import LinkedEngine, error_of
 from quire.engine.stats import Metric
 from quire.errors import CacheTooSmallError, EngineDeadError, QuireError, ValidationError
 from quire.kvcache.prefix_cache import ContentKeys
-from quire.messages.frames import FrameSplitter
+from quire.messages.frames import TURN_BYTES, FrameSplitter
 from quire.messages.outputs import Finished, Started, StepOutputs
 from quire.messages.plan import PromptLogprobs, TokenLogprobs
 from quire.messages.request import NewRequest
 from quire.messages.sampling import RequestOutputKind, SamplingParams
+from quire.server.fronts.link import FrontLink
 
 PARAMS = SamplingParams(
     n=2, temperature=0.5, top_p=0.9, seed=2**64 - 1, stop=["a", "é"], stop_token_ids=[3], logit_bias={5: -1.5, 7: 2},
@@ -82,6 +85,54 @@ def test_a_reader_that_stops_early_loses_nothing() -> None:
     frames = FrameSplitter()
     first = next(iter(frames.feed(ipc.encode(DOWN[2]) + ipc.encode(DOWN[3]))))
     assert [ipc.decode_down(data) for data in (first, *frames.feed(b""))] == DOWN[2:4]
+
+
+class Linked(LinkedEngine):
+    """An engine whose end of the socket is the test."""
+
+    pid, _title, _has_ended = 0, "it", False
+
+    def _describe_end(self) -> str:
+        return "it has ended"
+
+    def _wait_for_end(self, seconds: float) -> bool:
+        return False
+
+
+@pytest.mark.parametrize("is_front", [False, True])
+def test_a_backlog_is_read_in_many_passes_of_the_loop(is_front: bool) -> None:
+    """Between them, other streams get their tokens. A message longer than a turn takes no more turns for it."""
+    small = ipc.encode(ipc.HealthReport(1, 2, 3))
+    long = ipc.encode(ipc.RequestRefused("a", "QuireError", "x" * 300_000))
+    in_pass: Counter[int] = Counter()
+
+    async def work() -> None:
+        ours, theirs = socket.socketpair()
+        for sock in (ours, theirs):
+            sock.setblocking(False)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 22)
+        passes = 0
+
+        def note(_: Any) -> None:
+            in_pass[passes] += 1
+
+        link: Any = FrontLink(ours) if is_front else Linked(None, None, ours)  # type: ignore[arg-type, abstract]
+        setattr(link, "on_payload" if is_front else "on_message", note)
+        backlog = small * (60_000 // len(small)) + long
+        assert theirs.send(backlog) == len(backlog)
+        link.attach()
+        while passes < 100:
+            await asyncio.sleep(0)
+            passes += 1
+        link.close(*([] if is_front else ["the test ends"]))
+        theirs.close()
+        ours.close()
+
+    asyncio.run(work())
+    assert in_pass.total() == 60_000 // len(small) + 1
+    assert max(in_pass.values()) <= TURN_BYTES // len(small) + 1
+    last_small, last = sorted(in_pass)[-2:]
+    assert last - last_small <= 4, in_pass
 
 
 def test_an_invalid_request_is_named_and_any_other_invalid_message_raises() -> None:

@@ -16,6 +16,7 @@ from quire.errors import CheckpointError, QuireError
 from quire.loading.config_fields import check_fields
 from quire.loading.files import local_files
 from quire.loading.model_config import read_model_config
+from quire.loading.tokenizer import load_tokenizer
 
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"quantization_config": 5}, "quantization_config = 5"),
@@ -38,6 +39,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, "rope_scaling.factor = 0"),
     ({"rope_scaling": {"type": "longrope", "short_factor": [1, -1]}}, "rope_scaling.short_factor = [1, -1]"),
     ({"rope_scaling": "x"}, "rope_scaling = 'x'"),
+    ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_scaling.rope_type = 'yarn': rope_parameters.rope_type"),
+    ({"rope_scaling": {"rope_type": "default", "rope_theta": 5.0}}, "rope_scaling.rope_theta = 5.0: rope_parameters"),
     ({"sliding_window": -5}, "sliding_window = -5"),
     ({"sliding_window": 0, "use_sliding_window": True}, "sliding_window = 0"),
     ({"sliding_window": 8.5}, "sliding_window = 8.5"),
@@ -91,6 +94,26 @@ def test_numbers_that_are_not_finite_are_refused(value: float) -> None:
     for name in ("rope_theta", "rms_norm_eps", "partial_rotary_factor", "logit_scale"):
         with pytest.raises(CheckpointError, match=name):
             check_fields({name: value}, "model")
+
+
+def test_the_same_rope_by_both_names_passes(tiny_model: Path) -> None:
+    files = local_files(str(tiny_model), tiny_model)
+    plain = read_model_config(files)
+    for rope in ({"rope_type": "default"}, {"type": "default", "rope_theta": 10000.0}, None, {}):
+        assert read_model_config(files, {"rope_scaling": rope}) == plain
+
+
+@pytest.mark.parametrize(
+    "changes, named",
+    [({"head_dim": 15}, "RoPE"), ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor")],
+)
+def test_what_transformers_refuses_in_the_config_is_not_blamed_on_the_tokenizer(
+    tiny_model: Path, tmp_path: Path, changes: dict[str, Any], named: str
+) -> None:
+    folder = folder_with(tiny_model, tmp_path, changes)
+    with pytest.raises(CheckpointError, match=f"(?s)the config in .*{named}") as caught:
+        load_tokenizer(local_files(str(folder), folder))
+    assert "tokenizer" not in str(caught.value)
 
 
 @pytest.mark.parametrize("changes", [{"quantization_config": 5}, {"head_dim": 0}, {"dtype": 7}])

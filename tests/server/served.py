@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -17,9 +17,12 @@ from pathlib import Path
 class Served:
     """A server in its own process, and what it writes to stderr."""
 
-    def __init__(self, arguments: list[str], environment: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, arguments: list[str], environment: dict[str, str] | None = None, before: Sequence[str] = ()
+    ) -> None:
+        """`before`: a command that runs the server as its own."""
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "quire.cli.main", "serve", *arguments],
+            [*before, sys.executable, "-m", "quire.cli.main", "serve", *arguments],
             stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, start_new_session=True,
             env={**os.environ, "COLUMNS": "200", **(environment or {})},
         )  # fmt: skip
@@ -51,8 +54,8 @@ class Served:
 
 
 @contextmanager
-def served(*arguments: str) -> Iterator[Served]:
-    made = Served(list(arguments))
+def served(*arguments: str, before: Sequence[str] = ()) -> Iterator[Served]:
+    made = Served(list(arguments), before=before)
     try:
         yield made
     finally:

@@ -32,9 +32,10 @@ LEAST_ROOM = 4 << 20
 PRESSURE = (
     "--num-gpu-blocks-override", "28", "--max-num-seqs", "16", "--max-num-batched-tokens", "256", "--swap-space",
     "0.002", "--kv-disk-size", "0.01", "--session-idle-seconds", "0.2", "--stall-timeout", "3", "--grammar-timeout",
-    "5",
+    "5", "--max-stored-responses", "20",
 )  # fmt: skip
-"""Blocks for a few requests, host memory for a few more, and a disk tier that is full after a minute."""
+"""Blocks for a few requests, host memory for a few more, a disk tier that is full after a minute, and stored responses,
+each a session of the engine, of which there are no more after a minute either."""
 FLAT_BYTES = 1 << 20
 """How much the engine may grow under pressure, from the end of the warm-up on."""
 PRESSURE_WARM_UP = 600.0

@@ -176,6 +176,7 @@ TestSessions.settings = settings(max_examples=40, stateful_step_count=40, deadli
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 class TestSessionsForLong(SessionMachine.TestCase):  # type: ignore[name-defined,misc]
     settings = settings(max_examples=400, stateful_step_count=100, deadline=None)
 

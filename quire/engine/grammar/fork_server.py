@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 import weakref
 
@@ -34,6 +35,9 @@ class ForkServerClient:
                 env=_environment(),
             )
         self._control.setblocking(False)
+        # It exits by itself when it is idle for long, and its messages are read only while a request needs it: until
+        # then it would be a zombie.
+        threading.Thread(target=self._process.wait, name="quire-grammar-exit", daemon=True).start()
         self.close = weakref.finalize(self, _close, self._process, self._control, os.getpid())
         """Kills it and its matchers; also runs when this object is collected or the interpreter exits."""
         self._control.send(wire.encode(spec))

@@ -77,7 +77,10 @@ class ForkServer:
 
     def _handle_command(self) -> bool:
         """Handle one command; False if the engine has closed the socket."""
-        data, files, _, _ = socket.recv_fds(self._control, wire.COMMAND.size, 2)
+        try:
+            data, files, _, _ = socket.recv_fds(self._control, wire.COMMAND.size, 2)
+        except ConnectionResetError:  # it was killed, and has not read everything
+            return False
         if not data:
             return False
         command, number, length = wire.COMMAND.unpack(data)
@@ -250,7 +253,8 @@ def main() -> int:
         vocabulary = _load_vocabulary(spec, tokenizer, control)
         control.recv(wire.MESSAGE_BYTES)
     except Exception as error:
-        control.sendall(f"{type(error).__name__}: {error}".encode()[: wire.MESSAGE_BYTES])
+        with contextlib.suppress(ConnectionError):  # the engine has exited meanwhile
+            control.sendall(f"{type(error).__name__}: {error}".encode()[: wire.MESSAGE_BYTES])
         return 1
     watch.end()  # a fork has no threads, and locks they hold would stay locked
     gc.collect()

@@ -6,7 +6,7 @@ import asyncio
 import socket
 from collections.abc import Callable
 
-from quire.messages.frames import FrameSplitter, SocketReader
+from quire.messages.frames import TURN_BYTES, FrameSplitter, SocketReader
 
 MAX_UNSENT_BYTES = 256 << 20
 """A front that leaves so much unread does not run any more, and is killed."""
@@ -67,7 +67,7 @@ class FrontLink:
 
     def _read(self) -> None:
         try:
-            data = self._inlet.receive()
+            data = self._inlet.receive(max(TURN_BYTES, self._frames.missing))
         except BlockingIOError:
             return
         except OSError:

@@ -112,6 +112,8 @@ class RerankRequest(PoolingFields, kw_only=True):
 
 def texts_of(given: Documents, name: str) -> list[str]:
     """One or several texts as a list. A text may be an object that holds it."""
+    if isinstance(given, list) and len(given) > MAX_INPUTS:
+        raise bad_request(f"{name} holds {len(given)} texts; at most {MAX_INPUTS}", name)
     texts = []
     for item in given if isinstance(given, list) else [given]:
         text = item.get("text", item.get("content")) if isinstance(item, dict) else item

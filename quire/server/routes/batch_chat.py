@@ -6,12 +6,13 @@ import asyncio
 
 import msgspec
 
-from quire.server.chat_generation import ChatGeneration, prepare
+from quire.server.chat_generation import AnswerPiece, ChatGeneration, prepare
 from quire.server.context import ServerContext
 from quire.server.errors import bad_request
-from quire.server.http import Exchange
+from quire.server.generation import START_AT_ONCE
+from quire.server.http import Exchange, encode
 from quire.server.protocol.batch_chat import BatchChatRequest
-from quire.server.protocol.chat import ChatChoice, ChatResponse
+from quire.server.protocol.chat import ChatResponse
 from quire.server.protocol.common import PromptTokensDetails, Usage, UsedEnergy
 from quire.server.routes.chat import ChatAnswer
 from quire.server.routing import Route
@@ -21,36 +22,50 @@ async def create(context: ServerContext, exchange: Exchange) -> None:
     """Complete several chats; the choices are in their order."""
     request = await exchange.read_json(BatchChatRequest)
     async with exchange.interruptible(context.deadline(request.timeout)):
-        has_media = any(chat.has_media for chat in request.chats)
+        _check_count(request, context.config.max_prompts)
+        has_media = any(message.has_media for messages in request.messages for message in messages)
         answers = await exchange.work(_prepare, context, exchange, request, is_long=True, has_media=has_media)
-        tasks = [asyncio.ensure_future(_choice(answer)) for answer in answers]
+        tasks: list[asyncio.Future[list[AnswerPiece]]] = []
         try:
+            for index, answer in enumerate(answers):
+                tasks.append(asyncio.ensure_future(_pieces(answer)))
+                if index % START_AT_ONCE == 0:
+                    await asyncio.sleep(0)  # there may be a thousand: other requests run in between
             # Not `gather`: when cancelled, it would wait for all tasks before raising.
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
             for failed in (task for task in done if task.exception() is not None):
                 failed.result()
-            choices = [task.result() for task in tasks]
+            collected = [task.result() for task in tasks]
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-        for index, choice in enumerate(choices):
-            choice.index = index
-        usage = _usage([answer.generation for answer in answers])
-        await exchange.reply(answers[0].response(choices, context.shown(usage, is_whole=True)))
+        await exchange.reply(await exchange.work(_whole, context, answers, collected, is_long=True))
+
+
+def _check_count(request: BatchChatRequest, most: int) -> None:
+    """Raise 400 for more conversations than `most`, before a request is made of each."""
+    if len(request.messages) > most:
+        count = len(request.messages)
+        raise bad_request(f"messages holds {count} conversations; at most {most} (--max-prompts)", "messages")
 
 
 def _prepare(context: ServerContext, exchange: Exchange, request: BatchChatRequest) -> list[ChatAnswer]:
-    chats = request.chats
-    most = context.config.max_prompts
-    if len(chats) > most:
-        raise bad_request(f"messages holds {len(chats)} conversations; at most {most} (--max-prompts)", "messages")
-    return [ChatAnswer(context, exchange, chat, prepare(context, exchange, chat)) for chat in chats]
+    return [ChatAnswer(context, exchange, chat, prepare(context, exchange, chat)) for chat in request.chats]
 
 
-async def _choice(answer: ChatAnswer) -> ChatChoice:
+async def _pieces(answer: ChatAnswer) -> list[AnswerPiece]:
     (pieces,) = await answer.collect()
-    return answer.choice(pieces)
+    return pieces
+
+
+def _whole(context: ServerContext, answers: list[ChatAnswer], collected: list[list[AnswerPiece]]) -> bytes:
+    """The encoded response."""
+    choices = [answer.choice(pieces) for answer, pieces in zip(answers, collected, strict=True)]
+    for index, choice in enumerate(choices):
+        choice.index = index
+    usage = _usage([answer.generation for answer in answers])
+    return encode(answers[0].response(choices, context.shown(usage, is_whole=True)))
 
 
 def _usage(generations: list[ChatGeneration]) -> Usage:

@@ -13,7 +13,7 @@ from quire.api.work_pool import check_abandoned
 from quire.messages.outputs import PoolingRequestOutput
 from quire.server.context import ServerContext
 from quire.server.errors import bad_request, not_served
-from quire.server.http import Exchange
+from quire.server.http import Exchange, encode
 from quire.server.protocol.embeddings import EmbeddingRequest, VectorsMetadata
 from quire.server.protocol.scoring import (
     Classified,
@@ -82,9 +82,8 @@ async def rerank(context: ServerContext, exchange: Exchange) -> None:
         results.sort(key=lambda result: -result.relevance_score)
         model = request.model or context.names[0]
         ranked = RerankUsage(usage.prompt_tokens, usage.total_tokens)
-        await exchange.reply(
-            RerankResponse(f"rerank-{exchange.id}", model, ranked, results[: request.top_n or len(results)])
-        )
+        answer = RerankResponse(f"rerank-{exchange.id}", model, ranked, results[: request.top_n or len(results)])
+        await exchange.reply(await exchange.work(encode, answer))  # with the documents, it may be as long as the body
 
 
 async def classify(context: ServerContext, exchange: Exchange) -> None:
@@ -128,7 +127,11 @@ async def _scores(
     by_text = dict(zip(texts, outputs, strict=True))
     pairs = [(by_text[one], by_text[other]) for one, other in zip(ones, others, strict=True)]
     read = sum(len(output.prompt_token_ids) for pair in pairs for output in pair)
-    return [cosine(one.outputs.data, other.outputs.data) for one, other in pairs], PoolingUsage(read, read)
+    return await exchange.work(_cosines, pairs, is_long=True), PoolingUsage(read, read)
+
+
+def _cosines(pairs: Sequence[tuple[PoolingRequestOutput, PoolingRequestOutput]]) -> list[float]:
+    return [cosine(one.outputs.data, other.outputs.data) for one, other in pairs]
 
 
 async def _classified(
