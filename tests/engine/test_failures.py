@@ -247,6 +247,10 @@ def test_freed_heap_is_given_back_once_in_a_while_and_not_while_nothing_happens(
     assert heap.tick_idle() is None and calls == 61, "all is given back"
     heap.tick()
     assert heap.tick_idle() == pytest.approx(2000), "a ten-thousandth of the time at most"
+    now += 3000
+    heap.tick()
+    assert calls == 61, "it takes long: not while requests run"
+    assert heap.tick_idle() is None and calls == 62
 
 
 def test_memory_is_reported_in_metrics(make_llm: Callable[..., LLM]) -> None:
