@@ -48,7 +48,15 @@ def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(bool((each == i).all()) for i, each in enumerate(held))
 
 
-def test_where_there_is_no_memory_the_error_is_that_of_torch() -> None:
+def test_what_is_too_large_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(results, "_LARGEST", 4096)
+    memory, like = ResultMemory(), torch.empty(0)
+    assert memory.empty(like, 33, 32).shape == (33, 32) and not memory._pieces
+    assert memory.empty(like, 32, 32).shape == (32, 32) and len(memory._pieces) == 1
+
+
+def test_where_there_is_no_memory_the_error_is_that_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(results, "_LARGEST", 1 << 60)
     with pytest.raises(RuntimeError, match="can't allocate memory"):
         ResultMemory().empty(torch.empty(0), 1 << 55)
 

@@ -11,7 +11,9 @@ from threading import Lock
 import torch
 
 _LARGE = 4 << 20
-"""Bytes: what is smaller, malloc keeps by itself."""
+"""Bytes: what is smaller, malloc keeps by itself…"""
+_LARGEST = 256 << 20
+"""…and what is larger is rare, such as the logits of a whole prompt: to keep it would cost more than it saves."""
 _MOST = 16
 """Pieces of memory that are kept."""
 
@@ -41,7 +43,7 @@ class ResultMemory:
         for size in shape:
             count *= size
         size = count * like.element_size()
-        if size < _LARGE or self._is_off:
+        if not _LARGE <= size <= _LARGEST or self._is_off:
             return like.new_empty(shape)
         with self._lock:
             try:
