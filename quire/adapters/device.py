@@ -20,6 +20,7 @@ from quire.adapters.adapter import Adapter, ExpertLowRank, LowRank
 from quire.adapters.peft_folder import read_adapter
 from quire.errors import AdapterError
 from quire.kernels.adapters import SlotTokens
+from quire.kernels.gates import has_gate
 from quire.layers.adapter_extras import (
     EmbeddingSlots,
     ExpertChange,
@@ -503,6 +504,9 @@ class _Combination:
             raise _refused(use, f"changes {parameter}, whose rows alternate in this model: not implemented")
         share, hidden = layer.share, layer.router.shape[1]
         is_down = parameter.endswith("down_proj")
+        if not is_down and not has_gate(layer.variant.activation):
+            experts = parameter.rpartition(".")[0]
+            raise _refused(use, f"changes up_proj of {experts}, which have no gates: not implemented")
         shape = (hidden, share.total_width) if is_down else (2 * share.total_width, hidden)
         if (stack.b.shape[1], stack.a.shape[2]) != shape or len(stack.a) > share.total:
             raise _refused(

@@ -40,9 +40,9 @@ LONGEST_PAUSE_SECONDS = 3600.0
 TRIM_SECONDS = 30.0
 """How often heap and grammars are given back at most."""
 RETURN_SECONDS = 60.0
-"""How often freed heap is given back in any case…"""
+"""Freed heap is given back after this pause…"""
 RETURN_SHARE = 10_000
-"""…and how many times as long as it takes passes in between at least: a heap of many pieces takes longer."""
+"""…or, if that is longer, after this many times what giving it back took: a heap of many pieces takes long."""
 SLOW_RETURN_SECONDS = 0.003
 """A heap that takes longer is given back only while the engine is idle."""
 

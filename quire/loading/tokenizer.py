@@ -103,21 +103,23 @@ def _from_folder(files: ModelFiles, trust_remote_code: bool) -> PreTrainedTokeni
                 f"the tokenizer in {files.folder} runs its own code; "
                 "allow it with trust_remote_code if you trust its author"
             ) from error
-        what = "tokenizer" if (wrong := _config_error(files)) is None else "config"
+        what = "tokenizer" if (wrong := _config_error(files, trust_remote_code)) is None else "config"
         raise CheckpointError(f"the {what} in {files.folder} cannot be loaded: {wrong or error}") from error
 
 
-def _config_error(files: ModelFiles) -> Exception | None:
-    """Why transformers refuses the model's config, which it reads to find the tokenizer's class; None: it does not."""
+def _config_error(files: ModelFiles, trust_remote_code: bool) -> Exception | None:
+    """Why transformers refuses the model's config, which it reads to find the tokenizer's class; None: it does not, or
+    only because the config has code of its own."""
     from transformers import AutoConfig
 
     path = files.file("config.json")
     if path is None:
         return None
     try:
-        AutoConfig.from_pretrained(path.parent, local_files_only=True)
+        # Not None, with which it asks at the terminal whether to run the code.
+        AutoConfig.from_pretrained(path.parent, trust_remote_code=trust_remote_code, local_files_only=True)
     except Exception as error:
-        return error
+        return None if "trust_remote_code" in str(error) else error
     return None
 
 

@@ -43,6 +43,8 @@ CONTEXT_MEMORY = 0.995
 """Earlier differences between steps with other contexts count for this much less with each further one."""
 LEAST_CONTEXT = 4096
 """Tokens of contexts by which steps must differ to show what a token costs."""
+LEAST_SHARE = 0.1
+"""With shorter contexts a step takes at least this share of its time: the price of a token is an estimate."""
 
 Floats = NDArray[np.float64]
 
@@ -68,6 +70,10 @@ class ContextPrice:
         """Of a token; 0 until differences are large enough to show."""
         return max(0.0, self._xy / (self._xx + LEAST_CONTEXT**2))
 
+    def moved(self, seconds: float, tokens: float) -> float:
+        """What a step of so many seconds takes with so many tokens more."""
+        return max(LEAST_SHARE * seconds, seconds + self.seconds * tokens)
+
     def note(self, tokens: float, seconds: float) -> None:
         """A step with so many tokens more than others of its kind took so much longer."""
         self._xx = CONTEXT_MEMORY * self._xx + tokens * tokens
@@ -88,9 +94,9 @@ class _Seen:
         """Whether there are enough: a single one may have been disturbed."""
         return len(self.steps) >= LEAST_MEASURED
 
-    def median(self, context: int, price: float) -> float:
+    def median(self, context: int, price: ContextPrice) -> float:
         """Of what they would have taken with such contexts."""
-        return statistics.median_low(seconds + price * (context - own) for seconds, own in self.steps)
+        return statistics.median_low(price.moved(seconds, context - own) for seconds, own in self.steps)
 
     def difference(self, seconds: float, context: int) -> tuple[float, float]:
         """Tokens and seconds that a step has more than the medians of these."""
@@ -143,7 +149,7 @@ class _SizeClass:
     def note(self, key: tuple[int, int], context: int, seconds: float) -> None:
         """A step took so long."""
         if self.base:
-            self.base += self._context_price.seconds * (context - self.context)
+            self.base = self._context_price.moved(self.base, context - self.context)
         self.context = context
         self._expected.clear()
         seen = self.seen.setdefault(key, _Seen())
@@ -163,7 +169,7 @@ class _SizeClass:
         """Seconds of a step: as measured, or from prices."""
         if (found := self._expected.get(key)) is None:
             if (seen := self.seen.get(key)) is not None and seen.is_known:
-                found = seen.median(self.context, self._context_price.seconds)
+                found = seen.median(self.context, self._context_price)
             else:
                 found = self.base * (1 + self.draft * key[0] / 4 + self.proposal * key[1])
             self._expected[key] = found
@@ -173,8 +179,7 @@ class _SizeClass:
         """Prices by least squares over times relative to a step without drafts."""
         self.seen = {key: seen for key, seen in self.seen.items() if self._count - seen.at < OLDEST or key == PLAIN}
         known = {key: seen for key, seen in self.seen.items() if seen.is_known or key == PLAIN}
-        price = self._context_price.seconds
-        points = {key: seen.median(self.context, price) for key, seen in known.items()}
+        points = {key: seen.median(self.context, self._context_price) for key, seen in known.items()}
         if PLAIN in points:
             self.base = points[PLAIN]
         elif points:

@@ -162,8 +162,7 @@ class Worker:
         if ranks.pp_size > 1:
             most = max_tokens + max_rows  # a step that is padded may have more than it was planned with
             self._pipeline = Pipeline(ranks, model.hidden_size, most, self.needs.dtype, self._device)
-        self._copies = page_copies(config.kv_tier_dtype, self.geometry)
-        self.slot_bytes = self._copies.slot_bytes
+        self.slot_bytes = page_copies(config.kv_tier_dtype, self.geometry).slot_bytes
         """Bytes of a block in host memory."""
         self.host_slots = host_slots(config, self.slot_bytes)
         """Blocks the host tier has room for."""
@@ -247,7 +246,8 @@ class Worker:
         self._host_memory = host or self._host_memory
         self._runner = self._make_runner(num_blocks, capture=not self._config.enforce_eager)
         if self._host_memory is not None:
-            self.mover = self._runner.mover = Mover(self._runner.batch.kv, self._host_memory, self._copies)
+            copies = page_copies(self._config.kv_tier_dtype, self.geometry)
+            self.mover = self._runner.mover = Mover(self._runner.batch.kv, self._host_memory, copies)
         reset_expert_counts(self.model)  # type: ignore[arg-type]  # of warm-up steps
         self._done("cache, graphs")
 

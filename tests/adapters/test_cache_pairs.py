@@ -10,7 +10,9 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
+from quire.messages.lora import LoRARequest
 from tests.adapters.beside_peft import Base, check, greedy
+from tests.adapters.folders import write
 from tests.adapters.zoo import PROMPTS, SHAPE
 from tests.conftest import assert_idle
 from tests.engine.test_kv_formats import QuantizedCache
@@ -40,6 +42,16 @@ def test_kinds_of_caches(name: str, tmp_path: Path) -> None:
         (output,) = llm.generate([{"prompt_token_ids": LONG}], greedy(5), lora_request=base.loras["adapter0"])
         assert output.num_cached_tokens == 32
         assert_idle(llm)
+
+
+def test_changes_of_up_proj_of_experts_without_gates_are_refused(tmp_path: Path) -> None:
+    base = Base(tmp_path, copy.deepcopy(HYBRIDS["nemotron-3"]))
+    name = "base_model.model.backbone.layers.1.mixer.experts.0.up_proj"
+    tensors = {f"{name}.lora_A.weight": torch.randn(4, 32), f"{name}.lora_B.weight": torch.randn(20, 4)}
+    folder = write(tmp_path / "adapter", tensors, target_modules=["up_proj"])
+    with base.llm() as llm:
+        (output,) = llm.generate([{"prompt_token_ids": LONG}], greedy(3), lora_request=LoRARequest("a", 1, str(folder)))
+    assert "layers.1.mixer.experts, which have no gates" in str(output.error)
 
 
 @pytest.mark.parametrize("kind", ["fp8_per_token_head", "int8_per_token_head"])

@@ -3,6 +3,8 @@ computes with a cache that is rounded at the same point, and folders of one enco
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -95,6 +97,16 @@ def test_a_session_wakes_with_its_keys_and_values_rounded(
     same, exact = answer_from_rounded(tiny_model, PROMPTS[2] + first, 8, False)
     assert found == expected == same and distance(logprobs, rounded) < 1e-4
     assert 1e-3 < distance(rounded, exact) < LOGPROB_BOUND
+
+
+@pytest.mark.parametrize("encoding", ["auto", ENCODED])
+def test_an_engine_that_was_shut_down_frees_its_pages(make_llm: MakeLLM, encoding: str) -> None:
+    llm = make_llm(swap_space=0.001, kv_tier_dtype=encoding)
+    executor = llm.llm_engine.core._executor
+    pages = weakref.ref(executor._worker._runner.batch.kv.data)  # type: ignore[attr-defined]
+    llm.shutdown()
+    gc.collect()
+    assert pages() is None
 
 
 @pytest.fixture

@@ -48,6 +48,29 @@ def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(bool((each == i).all()) for i, each in enumerate(held))
 
 
+def test_what_is_too_large_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(results, "_LARGEST", 4096)
+    memory, like = ResultMemory(), torch.empty(0)
+    assert memory.empty(like, 33, 32).shape == (33, 32) and not memory._pieces
+    assert memory.empty(like, 32, 32).shape == (32, 32) and len(memory._pieces) == 1
+
+
+def test_where_there_is_no_memory_the_error_is_that_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(results, "_LARGEST", 1 << 60)
+    with pytest.raises(RuntimeError, match="can't allocate memory"):
+        ResultMemory().empty(torch.empty(0), 1 << 55)
+
+
+def test_references_are_counted_as_this_python_counts_them() -> None:
+    """From Python 3.14 on a call of `getrefcount` with a variable counts one fewer."""
+    pieces = [results.mmap.mmap(-1, 64)]
+    assert results._references(pieces) == [results._UNUSED]
+    tensor = torch.frombuffer(pieces[0], dtype=torch.uint8)
+    assert results._references(pieces) == [results._UNUSED + 1]
+    del tensor
+    assert results._references(pieces) == [results._UNUSED]
+
+
 def test_a_recorded_pass_has_memory_of_its_own() -> None:
     """It is replayed after its tensors are gone: no result of another pass may lie there."""
     ops = CpuOps()

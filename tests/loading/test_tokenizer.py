@@ -252,3 +252,17 @@ def test_code_in_a_tokenizers_folder_runs_only_with_trust_remote_code(tmp_path: 
     with pytest.raises((UnsupportedModelError, CheckpointError)):
         load_tokenizer(tmp_path)
     assert not (tmp_path / "ran").exists()
+
+
+def test_a_tokenizer_that_cannot_be_read_runs_no_code_of_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The config is read to explain the error: transformers would ask at the terminal whether to run its code."""
+    config = {"model_type": "of-its-own", "auto_map": {"AutoConfig": "own_code.OwnConfig"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "own_code.py").write_text("raise SystemExit('code of the model has run')")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+    (tmp_path / "tokenizer.json").write_text("{")
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    with pytest.raises(CheckpointError, match="the tokenizer in .* cannot be loaded"):
+        load_tokenizer(str(tmp_path))

@@ -182,6 +182,23 @@ def test_longer_contexts_do_not_make_other_steps_look_faster() -> None:
     assert one - plain == pytest.approx(5.0, abs=0.5)
 
 
+@pytest.mark.parametrize("seed", ["a", "b", "d"])
+def test_times_stay_positive_where_contexts_change_by_much(seed: str) -> None:
+    """Rows that come and go take time too, which looks like a price of their contexts: shorter ones would be taken to
+    make steps faster than nothing."""
+    times, rng, level = StepTimes(), rng_of(seed), 1000
+    for _ in range(1500):
+        if rng.random() < 0.02:
+            level = rng.choice([10, 100, 1000, 2000, 8000, 30000])
+        rows = rng.randrange(60, 68)
+        took = 1e-3 * rows * rng.uniform(0.97, 1.03)
+        times.note(rows, 0, 0, took, rows * level)
+        assert times.prices(rows)[0] > 0
+    for _ in range(20):
+        times.note(64, 0, 0, 64e-3, 64 * level)
+    assert times.prices(64)[0] == pytest.approx(64e-3, rel=0.05)
+
+
 def test_a_number_of_rows_not_measured_begins_with_prices_of_a_similar_one() -> None:
     times = StepTimes()
     for _ in range(4):

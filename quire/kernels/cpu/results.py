@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import mmap
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from threading import Lock
 
 import torch
 
 _LARGE = 4 << 20
-"""Bytes: what is smaller, malloc keeps by itself."""
+"""Bytes: what is smaller, malloc keeps by itself…"""
+_LARGEST = 256 << 20
+"""…and what is larger is rare, such as the logits of a whole prompt: to keep it would cost more than it saves."""
 _MOST = 16
 """Pieces of memory that are kept."""
-_UNUSED = 3
-"""References to a piece that no tensor uses: the list's, the loop's and that of the call that counts them."""
+
+
+def _references(pieces: Sequence[mmap.mmap]) -> list[int]:
+    return [sys.getrefcount(piece) for piece in pieces]
+
+
+_UNUSED = _references([mmap.mmap(-1, 1)])[0]
+"""References to a piece that no tensor uses, as `_references` counts them: since Python 3.14 a variable that is an
+argument of a call is not counted again."""
 
 
 class ResultMemory:
@@ -34,10 +43,13 @@ class ResultMemory:
         for size in shape:
             count *= size
         size = count * like.element_size()
-        if size < _LARGE or self._is_off:
+        if not _LARGE <= size <= _LARGEST or self._is_off:
             return like.new_empty(shape)
         with self._lock:
-            memory = self._unused(size)
+            try:
+                memory = self._unused(size)
+            except OSError:  # there is none: torch's error for that is known to callers
+                return like.new_empty(shape)
             # The tensor's storage holds a reference to the memory, for as long as a view of it exists.
             return torch.frombuffer(memory, dtype=like.dtype, count=count).view(shape)
 
@@ -52,13 +64,10 @@ class ResultMemory:
 
     def _unused(self, size: int) -> mmap.mmap:
         """The smallest piece that is large enough, or a new one."""
-        best: mmap.mmap | None = None
-        for piece in self._pieces:
-            if sys.getrefcount(piece) == _UNUSED and size <= len(piece) < (len(best) if best else sys.maxsize):
-                # `best` counts as a reference from here on, but the piece is not looked at again.
-                best = piece
-        if best is not None:
-            return best
+        counts = _references(self._pieces)
+        unused = [i for i, count in enumerate(counts) if count == _UNUSED and size <= len(self._pieces[i])]
+        if unused:
+            return self._pieces[min(unused, key=lambda i: len(self._pieces[i]))]
         if len(self._pieces) >= _MOST:
             self._pieces.sort(key=len)
             del self._pieces[0]

@@ -2,8 +2,8 @@
 
 A table is JSON, one entry per line: {"linear 1 4096x1024 bfloat16": {"kernel": "vector", ..., "us": 3.1}, ...}.
 A key is what was measured (a kind, rows rounded up to a bucket, a shape, a dtype); `skinny_gemm/tuning.py`,
-`moe/tuning.py` and `cublaslt.py` each define their keys and entries. Every GPU has two tables: the one shipped with
-quire, and the user's own, which `quire tune` writes and which takes precedence.
+`quantized/tuning.py`, `moe/tuning.py` and `cublaslt.py` each define their keys and entries. Every GPU has two tables:
+the one shipped with quire, and the user's own, which `quire tune` writes and which takes precedence.
 """
 
 from __future__ import annotations
