@@ -75,7 +75,7 @@ class ContextPrice:
         return max(LEAST_SHARE * seconds, seconds + self.seconds * tokens)
 
     def note(self, tokens: float, seconds: float) -> None:
-        """A step with so many tokens more than others of its kind took so much longer."""
+        """A step with so many tokens more than others of its kind and number of rows took so much longer."""
         self._xx = CONTEXT_MEMORY * self._xx + tokens * tokens
         self._xy = CONTEXT_MEMORY * self._xy + tokens * seconds
 
@@ -84,8 +84,8 @@ class _Seen:
     """The last times of steps of one kind."""
 
     def __init__(self) -> None:
-        self.steps: deque[tuple[float, int]] = deque(maxlen=WINDOW)
-        """Seconds, and tokens of the contexts."""
+        self.steps: deque[tuple[float, int, int]] = deque(maxlen=WINDOW)
+        """Seconds, tokens of the contexts, and rows."""
         self.at = 0
         """Measurements of the size class up to the last of these."""
 
@@ -96,11 +96,15 @@ class _Seen:
 
     def median(self, context: int, price: ContextPrice) -> float:
         """Of what they would have taken with such contexts."""
-        return statistics.median_low(price.moved(seconds, context - own) for seconds, own in self.steps)
+        return statistics.median_low(price.moved(seconds, context - own) for seconds, own, _ in self.steps)
 
-    def difference(self, seconds: float, context: int) -> tuple[float, float]:
-        """Tokens and seconds that a step has more than the medians of these."""
-        times, contexts = zip(*self.steps, strict=True)
+    def difference(self, seconds: float, context: int, rows: int) -> tuple[float, float]:
+        """Tokens and seconds that a step has more than the medians of those with as many rows; zeros if there are too
+        few of them."""
+        alike = [(each, own) for each, own, count in self.steps if count == rows]
+        if len(alike) < LEAST_MEASURED:
+            return 0.0, 0.0
+        times, contexts = zip(*alike, strict=True)
         return context - statistics.median(contexts), seconds - statistics.median(times)
 
 
@@ -146,7 +150,7 @@ class _SizeClass:
         measured = max((quarters for (quarters, _), seen in self.seen.items() if seen.is_known), default=0)
         return max(self._reach, 2 + 2 * measured)
 
-    def note(self, key: tuple[int, int], context: int, seconds: float) -> None:
+    def note(self, key: tuple[int, int], rows: int, context: int, seconds: float) -> None:
         """A step took so long."""
         if self.base:
             self.base = self._context_price.moved(self.base, context - self.context)
@@ -156,11 +160,13 @@ class _SizeClass:
         if self.base:
             expected = self.expected(key)
             if seen.is_known and abs(seconds - expected) < expected / 2:
-                self._context_price.note(*seen.difference(seconds, context))
+                tokens, more = seen.difference(seconds, context, rows)
+                if tokens:
+                    self._context_price.note(tokens, more)
             seconds = min(seconds, OUTLIER * expected)
         self._count += 1
         self._expected.clear()
-        seen.steps.append((seconds, context))
+        seen.steps.append((seconds, context, rows))
         seen.at = self._count
         if not self.base or self._count % REFIT_STEPS == 0 or len(seen.steps) == LEAST_MEASURED:
             self._fit()
@@ -219,7 +225,7 @@ class StepTimes:
             return
         if size not in self._classes:
             self._classes[size] = _SizeClass(rows, context, self._context_price, self._nearest(rows, SIMILAR))
-        self._classes[size].note(key, context, seconds)
+        self._classes[size].note(key, rows, context, seconds)
 
     def needs_plain(self, rows: int) -> bool:
         """Whether a step of so many decodes should be one without drafts, to measure that."""
