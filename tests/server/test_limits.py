@@ -39,14 +39,14 @@ def full_server(live: Live) -> Iterator[None]:
 
 
 class TestKeys:
-    def test_every_route_except_health_needs_a_key(self, serving: Callable[..., Live]) -> None:
+    def test_every_route_except_probes_needs_a_key(self, serving: Callable[..., Live]) -> None:
         live = serving(api_key=("first", "second"), admin_key="boss")
         for path, methods in live.client.get(
             "/openapi.json", headers={"authorization": "Bearer first"}
         ).json()["paths"].items():  # fmt: skip
             for method in methods:
                 answer = live.client.request(method.upper(), path.replace("{model}", "tiny"))
-                if path == "/health" or path in {route.path for route in PAGE_ROUTES}:
+                if path in ("/health", "/ping") or path in {route.path for route in PAGE_ROUTES}:
                     assert answer.status_code == (404 if "{" in path else 200)
                 else:
                     assert answer.status_code == 401 and answer.json()["error"]["message"]
