@@ -8,6 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from quire.server.errors import ApiError
+from quire.server.protocol.embeddings import MAX_INPUTS
+from quire.server.protocol.scoring import PoolingRequest, ScoreRequest
 from tests.server.conftest import MODEL, Live
 
 USER: list[Any] = [{"role": "user", "content": "abc"}]
@@ -50,6 +53,17 @@ def test_pooling_returns_the_embeddings(live: Live) -> None:
     answer = live.post("/pooling", {"input": TEXTS, "task": "embed"}).json()
     assert np.allclose([each["data"] for each in answer["data"]], vectors(live, *TEXTS))
     assert {each["object"] for each in answer["data"]} == {"pooling"}
+
+
+def test_both_sides_may_have_as_many_texts_as_a_request_for_vectors() -> None:
+    """Before, 2,048 documents and their query were one text too many."""
+    sides = [[f"{side}{number}" for number in range(MAX_INPUTS)] for side in "ab"]
+    ones, others = ScoreRequest(text_1=sides[0], text_2=sides[1]).pairs
+    ScoreRequest().vectors_of([*ones, *others]).check_fields()
+    with pytest.raises(ApiError, match="text_2 holds 2049 texts; at most 2048"):
+        _ = ScoreRequest(text_1="a", text_2=[*sides[0], "b"]).pairs
+    with pytest.raises(ApiError, match="input has 2049 entries; at most 2048"):
+        PoolingRequest(input=[*sides[0], "b"]).check_fields()
 
 
 @pytest.mark.parametrize(
