@@ -163,6 +163,7 @@ class TestSeveralChats:
             ({"use_beam_search": True}, "use_beam_search"),
             ({"tools": [{"function": {"name": "f"}}]}, "tools"),
             ({"session_id": "s"}, "session_id"),
+            ({"prompt_logprobs": 0}, "prompt_logprobs"),
             ({"messages": []}, "messages"),
             ({"messages": [USER, []]}, "messages"),
             ({"messages": USER}, "messages[0]"),
