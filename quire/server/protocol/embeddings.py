@@ -36,7 +36,6 @@ class EmbeddingRequest(Body):
     """The body of /v1/embeddings."""
 
     hints: ClassVar[Mapping[str, str]] = {**HINTS, "normalize": "use use_activation"}
-    most_inputs: ClassVar[int] = MAX_INPUTS
 
     input: Prompt | None = None
     """Text, token ids, or a list of either."""
@@ -101,8 +100,8 @@ class EmbeddingRequest(Body):
                 f"encoding_format bytes describes each vector in a header: at most {MAX_PLACES} inputs, got "
                 f"{len(self.inputs)}; bytes_only has no such header", "encoding_format",
             )  # fmt: skip
-        if len(self.inputs) > self.most_inputs:
-            raise bad_request(f"input has {len(self.inputs)} entries; at most {self.most_inputs}", "input")
+        if len(self.inputs) > MAX_INPUTS:
+            raise bad_request(f"input has {len(self.inputs)} entries; at most {MAX_INPUTS}", "input")
 
     @property
     def inputs(self) -> list[str | list[int]]:

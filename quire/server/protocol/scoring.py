@@ -28,13 +28,6 @@ class PoolingRequest(EmbeddingRequest, kw_only=True):
         return self.task
 
 
-class ScoredTexts(PoolingRequest, kw_only=True):
-    """The texts of /score and /rerank, each once."""
-
-    most_inputs: ClassVar[int] = 2 * MAX_INPUTS
-    """Both sides have MAX_INPUTS at most."""
-
-
 class PoolingFields(Body, kw_only=True):
     """Fields of /score and /rerank."""
 
@@ -62,9 +55,9 @@ class PoolingFields(Body, kw_only=True):
             if (value := getattr(self, name) or 0) and not 0 < value < longest:
                 raise bad_request(f"{name} must be from 0 to {longest - 1}, got {value}", name)
 
-    def vectors_of(self, inputs: Sequence[str | list[int]], task: str = "embed") -> ScoredTexts:
+    def vectors_of(self, inputs: Sequence[str | list[int]], task: str = "embed") -> PoolingRequest:
         """The request for the vectors of these texts, or of these tokens, which are truncated already."""
-        return ScoredTexts(
+        return PoolingRequest(
             task=task,  # type: ignore[arg-type]
             input=list(inputs),
             pooling=self.pooling,
