@@ -10,7 +10,7 @@
    each load takes about `--seconds`.
 3. The simulator sweeps settings for the closed loop; an engine with the best one runs that load, and the Poisson load.
 
-Of an engine there is one at a time, and nothing is simulated while it serves: simulations run in other processes while
+One engine runs at a time, and nothing is simulated while it serves: simulations run in other processes while
 engines start and end. Results go to `--output` (default: $OUT, else a temporary folder) as soon as they are known: the
 profile as `profile.json`, everything else as `simulation.json`. A part that fails prints its traceback, and the others
 go on. With `--limit` what would not end within so many seconds does not begin, and the output says so; with `--profile`

@@ -8,6 +8,7 @@ import contextlib
 import logging
 import os
 import secrets
+import socket
 from typing import TYPE_CHECKING
 
 from quire import vllm_arguments
@@ -83,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
     """Run the file."""
     from quire.api.async_llm import AsyncLLM
     from quire.cli.batch.files import BatchInput, BatchOutput
-    from quire.server.serve import check_modules, load_modules
+    from quire.server.serve import check_modules, listening, load_modules
 
     key = secrets.token_hex(16)  # independent of API keys in the environment
     environment = vllm_environment.read(os.environ)
@@ -101,21 +102,33 @@ def run(args: argparse.Namespace) -> int:
     )
     engine = EngineConfig(**environment.of(EngineConfig) | engine_settings(args))
     check_modules(engine, config)
-    with BatchInput(args.input_file) as source, BatchOutput(args.output_file, args.overwrite) as output:
+    # A port in use ends the command here, before the model is loaded.
+    metrics = listening(config) if args.enable_metrics else contextlib.nullcontext()
+    with (
+        metrics as bound,
+        BatchInput(args.input_file) as source,
+        BatchOutput(args.output_file, args.overwrite) as output,
+    ):
         say("loading the model …")
         llm = AsyncLLM.from_config(engine, spares_torch=True)
         try:
             load_modules(llm, config)
-            work = _run_batch(llm, config, key, args, source, output)
-            batch, was_stopped = asyncio.run(work)
+            batch, was_stopped = asyncio.run(_run_batch(llm, config, key, args.max_concurrency, bound, source, output))
         finally:
             llm.shutdown()
     return _report(batch, was_stopped)
 
 
 async def _run_batch(
-    llm: AsyncLLM, config: ServerConfig, key: str, args: argparse.Namespace, source: BatchInput, output: BatchOutput
+    llm: AsyncLLM,
+    config: ServerConfig,
+    key: str,
+    concurrency: int | None,
+    bound: tuple[socket.socket, str] | None,
+    source: BatchInput,
+    output: BatchOutput,
 ) -> tuple[BatchRunner, bool]:
+    """`bound`: where metrics are asked for, and the address."""
     from quire.cli.batch.metrics_listener import metrics_listener
     from quire.cli.batch.runner import BatchRunner
     from quire.cli.bench.load.client import RunCounters
@@ -125,13 +138,15 @@ async def _run_batch(
 
     server = ServerContext(llm, config)
     rows = llm.info.max_num_seqs * len(llm.replicas)
-    batch = BatchRunner(make_app(server), key, args.max_concurrency or 2 * rows, RunCounters())
+    batch = BatchRunner(make_app(server), key, concurrency or 2 * rows, RunCounters())
     await server.start()
     was_stopped = False
     try:
         async with contextlib.AsyncExitStack() as around:
-            if args.enable_metrics:
-                say(f"metrics at {await around.enter_async_context(metrics_listener(config, server.metrics.page))}")
+            if bound is not None:
+                sock, address = bound
+                await around.enter_async_context(metrics_listener(sock, server.metrics.page))
+                say(f"metrics at {address}/metrics")
             await around.enter_async_context(LoadProgress(batch.counters, source.total, "running"))
             with cancelled_by_interrupt():
                 await batch.run(source, output)

@@ -41,6 +41,33 @@ def test_the_readme_names_every_command():
     assert [name for name in named if f"`{name}" not in text] == []
 
 
+def test_the_readme_says_how_long_the_path_to_read_is():
+    """Within a fifth."""
+    text = (ROOT / "README.md").read_text()
+    rows = [(named_in(cell), lines) for cell, lines in re.findall(r"^\| \d+ \| (.*) \| ([\d,]+) \|$", text, re.M)]
+    assert len(rows) == 10
+    (whole,) = re.findall(r"they are ([\d,]+) lines of about\s([\d,]+)", text)
+    everything = set((ROOT / "quire").rglob("*.py"))
+    for paths, said in [*rows, (set().union(*(paths for paths, _ in rows)), whole[0]), (everything, whole[1])]:
+        lines = sum(len(path.read_text().splitlines()) for path in paths)
+        assert lines == pytest.approx(int(said.replace(",", "")), rel=0.2), f"{sorted(paths)[0]} and more"
+
+
+def named_in(cell: str) -> set[Path]:
+    """The files that a cell of README's table names: links to files, and names in the folder of the link before."""
+    found, folder = set(), ROOT
+    for link, name in re.findall(r"\]\(([^)]+)\)|`([^`]+)`", cell):
+        if link and (ROOT / link).is_dir():
+            folder = ROOT / link
+        elif link:
+            found.add(ROOT / link)
+        else:
+            before, _, inside = name.partition("{")
+            parts = inside.rstrip("}").split(",") if inside else [""]
+            found |= {folder / f"{before}{part}.py" for part in parts}
+    return found
+
+
 def test_the_page_of_models_names_every_architecture():
     from quire.loading.gguf_names import NAMES
     from quire.models.registry import supported

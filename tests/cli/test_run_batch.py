@@ -27,6 +27,7 @@ from quire.cli.main import main
 from quire.cli.run_batch import _report
 from quire.errors import ValidationError
 from quire.server.config import ServerConfig
+from quire.server.serve import listening
 from tests.adapters.beside import Beside
 from tests.server.scrape import Scrape
 
@@ -158,14 +159,21 @@ def test_metrics_while_a_batch_runs():
         return b"a 1\n"
 
     async def work():
-        async with (
-            metrics_listener(ServerConfig(port=0, api_key=("key",)), page) as address,
-            httpx.AsyncClient(base_url=address) as client,
-        ):
-            got = [await client.get(path) for path in ("/metrics", "/")]
-            return [(answer.status_code, answer.text, answer.headers["content-type"][:10]) for answer in got]
+        with listening(ServerConfig(port=0)) as (sock, address):
+            async with metrics_listener(sock, page), httpx.AsyncClient(base_url=address) as client:
+                got = [await client.get(path) for path in ("/metrics", "/")]
+                return [(answer.status_code, answer.text, answer.headers["content-type"][:10]) for answer in got]
 
     assert asyncio.run(work()) == [(200, "a 1\n", "text/plain")] * 2
+
+
+def test_a_port_in_use_is_found_before_the_model_is_loaded(quire, tiny_model, tmp_path):
+    (tmp_path / "in").write_text("")
+    with listening(ServerConfig(port=0)) as (sock, _):
+        flags = ["--enable-metrics", "--port", str(sock.getsockname()[1])]
+        failed = quire("run-batch", tiny_model, "-i", tmp_path / "in", "-o", tmp_path / "out", *ENGINE, *flags)
+    assert failed.code == 2 and "cannot listen on" in failed.err and "loading" not in failed.err
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.slow

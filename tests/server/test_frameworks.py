@@ -175,7 +175,9 @@ def test_openai_agents(scripted: Live, script: Script, api: str) -> None:
 
 
 @pytest.mark.parametrize("settings", [{}, {"use_responses_api": True}], ids=["chat", "responses"])
-def test_langchain_agents(scripted: Live, script: Script, settings: dict[str, Any]) -> None:
+def test_langchain_agents(
+    scripted: Live, script: Script, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An agent with memory, objects by each method, batches, streams."""
     agents = pytest.importorskip("langchain.agents")
     from langchain_openai import ChatOpenAI
@@ -189,7 +191,7 @@ def test_langchain_agents(scripted: Live, script: Script, settings: dict[str, An
         return str(message.text)
 
     script.answer = weather
-    look.__name__ = "weather"
+    monkeypatch.setattr(look, "__name__", "weather")
     agent = agents.create_agent(model(), [look], checkpointer=InMemorySaver(), system_prompt="Be brief.")
     thread: Any = {"configurable": {"thread_id": "1"}}
     for question in (ASK, "and now?"):

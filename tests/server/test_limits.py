@@ -16,6 +16,7 @@ import httpx
 import pytest
 
 from quire.server import context as context_module
+from quire.server.lifecycle.supervisor import Supervisor
 from quire.server.limits import AdmissionLimiter
 from quire.server.routes.page import ROUTES as PAGE_ROUTES
 from tests.server.conftest import Host, Live
@@ -51,6 +52,18 @@ class TestKeys:
                 else:
                     assert answer.status_code == 401 and answer.json()["error"]["message"]
         error_of(live.client.get("/no/such/route"), 401)
+
+    def test_probes_say_why_only_with_a_key(
+        self, serving: Callable[..., Live], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        live = serving(api_key=("first",))
+        monkeypatch.setattr(Supervisor, "is_serving", False)
+        monkeypatch.setattr(Supervisor, "status", "no file /home/me/model")
+        for path in ("/health", "/ping"):
+            for key, says_why in ((None, False), ("other", False), ("first", True)):
+                answer = live.client.get(path, headers={} if key is None else {"x-api-key": key})
+                assert (answer.status_code, "/home/me" in answer.text) == (503, says_why)
+                assert int(answer.headers["retry-after"]) >= 1
 
     def test_any_of_the_keys_is_accepted(self, serving: Callable[..., Live]) -> None:
         live = serving(api_key=("first", "second"))

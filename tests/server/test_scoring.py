@@ -8,6 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from quire.server.protocol import embeddings
+from quire.server.protocol import scoring as protocol
+from quire.server.routes import scoring as routes
 from tests.server.conftest import MODEL, Live
 
 USER: list[Any] = [{"role": "user", "content": "abc"}]
@@ -50,6 +53,33 @@ def test_pooling_returns_the_embeddings(live: Live) -> None:
     answer = live.post("/pooling", {"input": TEXTS, "task": "embed"}).json()
     assert np.allclose([each["data"] for each in answer["data"]], vectors(live, *TEXTS))
     assert {each["object"] for each in answer["data"]} == {"pooling"}
+
+
+def test_each_side_may_have_as_many_texts_as_a_request_for_vectors(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before, 2,048 documents and their query were one text too many."""
+
+    def scores(path: str, body: dict[str, Any]) -> list[float]:
+        answer = live.post(path, body).json()
+        if path == "/score":
+            return [each["score"] for each in answer["data"]]
+        return [each["relevance_score"] for each in sorted(answer["results"], key=lambda each: each["index"])]
+
+    fitting: list[tuple[str, dict[str, Any]]] = [
+        ("/rerank", {"query": "a", "documents": ["b", "c"]}),
+        ("/score", {"text_1": ["a", "b"], "text_2": ["c", "d"]}),
+    ]
+    wanted = [scores(*each) for each in fitting]
+    for module in (embeddings, protocol, routes):
+        monkeypatch.setattr(module, "MAX_INPUTS", 2)
+    for each, known in zip(fitting, wanted, strict=True):
+        assert scores(*each) == pytest.approx(known, abs=1e-5)
+    for path, body, field in (
+        ("/rerank", {"query": "a", "documents": ["b", "c", "d"]}, "documents"),
+        ("/score", {"text_1": "a", "text_2": ["b", "c", "d"]}, "text_2"),
+        ("/pooling", {"input": ["b", "c", "d"]}, "input"),
+    ):
+        answer = live.post(path, body)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)
 
 
 @pytest.mark.parametrize(
@@ -149,6 +179,7 @@ class TestSeveralChats:
             ({"use_beam_search": True}, "use_beam_search"),
             ({"tools": [{"function": {"name": "f"}}]}, "tools"),
             ({"session_id": "s"}, "session_id"),
+            ({"prompt_logprobs": 0}, "prompt_logprobs"),
             ({"messages": []}, "messages"),
             ({"messages": [USER, []]}, "messages"),
             ({"messages": USER}, "messages[0]"),

@@ -685,7 +685,7 @@ class TestTokenizer:
         assert found["tokenizer_class"] and found["model_max_length"] >= 256
 
 
-class TestDoor:
+class TestAccess:
     """tests/entrypoints/openai/chat_completion: test_root_path.py, test_enable_force_include_usage.py;
     serve/middleware: test_authentication_middleware.py, test_x_request_id.py."""
 

@@ -29,6 +29,12 @@ class BatchChatRequest(ChatRequest, kw_only=True):
         for name, instead in _ONE_ANSWER.items():
             if getattr(self, name):
                 raise bad_request(f"{name} is not supported for several conversations: {instead}", name)
+        if self.prompt_logprobs is not None:  # 0 asks for some, too
+            raise bad_request(
+                "prompt_logprobs is not supported for several conversations: send each conversation to "
+                "/v1/chat/completions",
+                "prompt_logprobs",
+            )
         if (self.n or 1) != 1:
             raise bad_request(f"n must be 1 for several conversations, got {self.n}", "n")
         if not self.messages or not all(self.messages):

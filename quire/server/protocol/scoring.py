@@ -57,8 +57,6 @@ class PoolingFields(Body, kw_only=True):
 
     def vectors_of(self, inputs: Sequence[str | list[int]], task: str = "embed") -> PoolingRequest:
         """The request for the vectors of these texts, or of these tokens, which are truncated already."""
-        if len(inputs) > MAX_INPUTS:
-            raise bad_request(f"{len(inputs)} texts were given; at most {MAX_INPUTS}")
         return PoolingRequest(
             task=task,  # type: ignore[arg-type]
             input=list(inputs),

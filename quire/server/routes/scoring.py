@@ -14,7 +14,7 @@ from quire.messages.outputs import PoolingRequestOutput
 from quire.server.context import ServerContext
 from quire.server.errors import bad_request, not_served
 from quire.server.http import Exchange, encode
-from quire.server.protocol.embeddings import EmbeddingRequest, VectorsMetadata
+from quire.server.protocol.embeddings import MAX_INPUTS, EmbeddingRequest, VectorsMetadata
 from quire.server.protocol.scoring import (
     Classified,
     ClassifyRequest,
@@ -123,7 +123,10 @@ async def _scores(
         ones, others = await exchange.work(_shortened, context, request, ones, others, is_long=True)
     # A text that occurs several times is computed once.
     texts = list(dict.fromkeys([*ones, *others]))
-    outputs = await _outputs(context, exchange, request.vectors_of(texts), request.model, request.request_id)
+    outputs: list[PoolingRequestOutput] = []
+    for begin in range(0, len(texts), MAX_INPUTS):  # both sides together may have twice as many
+        body = request.vectors_of(texts[begin : begin + MAX_INPUTS])
+        outputs += await _outputs(context, exchange, body, request.model, request.request_id)
     by_text = dict(zip(texts, outputs, strict=True))
     pairs = [(by_text[one], by_text[other]) for one, other in zip(ones, others, strict=True)]
     read = sum(len(output.prompt_token_ids) for pair in pairs for output in pair)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import msgspec
 
 from quire.server.context import ServerContext
-from quire.server.errors import unavailable
+from quire.server.errors import ApiError, unavailable
 from quire.server.http import Exchange
 from quire.server.routing import Route
 
 METRICS = b"text/plain; version=0.0.4; charset=utf-8"
+NOT_SERVING = "the server computes no requests now; a request with a key is told why"
 
 
 class ServerLoad(msgspec.Struct):
@@ -22,10 +23,10 @@ class Version(msgspec.Struct):
 
 
 async def health(context: ServerContext, exchange: Exchange) -> None:
-    """200 if the engine completes steps, or has nothing to do."""
+    """200 if the engine completes steps, or has nothing to do. The error says why only to clients with a key."""
     state = await context.supervisor.health()
     if not state.ok:
-        raise unavailable(state.message, context.retry_after)
+        raise _for_anyone(context, exchange, unavailable(state.message, context.retry_after))
     await exchange.reply(b"")
 
 
@@ -34,6 +35,24 @@ async def ready(context: ServerContext, exchange: Exchange) -> None:
     context.check_serving()
     context.check_engine()
     await exchange.reply(b"")
+
+
+async def ping(context: ServerContext, exchange: Exchange) -> None:
+    """As /ready, but needs no key. The error says why only to clients with a key."""
+    try:
+        await ready(context, exchange)
+    except ApiError as error:
+        raise _for_anyone(context, exchange, error) from None
+
+
+def _for_anyone(context: ServerContext, exchange: Exchange, error: ApiError) -> ApiError:
+    """The error, without its reason if the server has keys and the request has none of them."""
+    if context.keys:
+        try:
+            context.keys.check(exchange.headers)
+        except ApiError:
+            return ApiError(error.status, NOT_SERVING, headers=error.headers)
+    return error
 
 
 async def load(context: ServerContext, exchange: Exchange) -> None:
@@ -59,8 +78,8 @@ async def openapi(context: ServerContext, exchange: Exchange) -> None:
 ROUTES = [
     Route("GET", "/health", health, errors=(503,), is_public=True, is_hubs=True),
     Route("GET", "/ready", ready, errors=(503,)),
-    Route("GET", "/ping", ready, errors=(503,), is_public=True),
-    Route("POST", "/ping", ready, errors=(503,), is_public=True),
+    Route("GET", "/ping", ping, errors=(503,), is_public=True),
+    Route("POST", "/ping", ping, errors=(503,), is_public=True),
     Route("GET", "/load", load, answer=ServerLoad),
     Route("GET", "/version", version, answer=Version),
     Route("GET", "/metrics", metrics, errors=(503,), media_type="text/plain", is_hubs=True),
