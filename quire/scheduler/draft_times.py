@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -255,6 +256,15 @@ class StepTimes:
             return 1 + DRAFT_COST * drafts / rows + PROPOSAL_COST * proposals
         keys = zip(_quarters(drafts, rows).tolist(), proposals.tolist(), strict=True)
         return np.array([own.expected(key) for key in keys])
+
+    def seconds_of(self, rows: int) -> Callable[[int, int], float]:
+        """`expected`, as a function of the drafts and proposals of one step."""
+        own = self._nearest(rows)
+        if own is None:
+            return lambda drafts, proposals: 1 + DRAFT_COST * drafts / rows + PROPOSAL_COST * proposals
+        return lambda drafts, proposals: own.expected(
+            (max((8 * drafts + rows) // (2 * rows), min(drafts, 1)), proposals)
+        )
 
     def _nearest(self, rows: int, within: int = 1 << 30) -> _SizeClass | None:
         """The class of this size, or the nearest that was measured, at most so far away."""

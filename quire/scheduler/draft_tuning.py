@@ -32,7 +32,9 @@ PRIOR_WEIGHT, MOST_PRIOR_WEIGHT = 2.0, 50.0
 COMPARED_ROWS = 8
 """Fewer rows do not show whether they differ."""
 FREE_COST = 0.004
-"""A proposer that takes less than this share of a step is asked in every step."""
+"""A proposer that takes less than this share of a step is asked in every step…"""
+DEPTH_COST = 0.03
+"""…and one that takes more than this for as many drafts as pay for all rows together: trying each number takes time."""
 LEAST_GAIN = 1.015
 """Drafts are verified if that is expected to be so many times as fast: less may be an error of measurement."""
 PROBE_SHARE = 0.01
@@ -87,6 +89,8 @@ class Acceptance:
     def _prior_weight(self, tried: Floats, right: Floats, overall: Floats) -> Floats:
         """By place: drafts of a row that what all rows have shown counts as. The less rows differ, beyond what chance
         explains, the more: otherwise rows that were lucky would get the drafts of those that were not."""
+        if len(tried) < COMPARED_ROWS:
+            return np.full(PLACES, PRIOR_WEIGHT)
         count = np.count_nonzero(tried, axis=0)
         noise = overall * (1 - overall)
         spread = ((right - tried * overall) ** 2 / np.maximum(tried, 1e-9)).sum(0)
@@ -152,6 +156,8 @@ class Tuner:
         drafts = np.maximum(best, self._probes(rows, most, best))
         if not proposes:
             return drafts, 0
+        if self._proposals_cost(len(rows)) < FREE_COST:
+            return drafts, self._most
         if ask_seconds or most.min() < self._most:
             _, depth = self._best(gains, True)
         return drafts, self._proposals(rows, depth)
@@ -169,8 +175,10 @@ class Tuner:
         most = int(np.count_nonzero(gains.max(0)))
         if not most:
             return np.zeros(count, np.int64), 0
+        if count == 1:
+            return self._best_of_one(gains[0, :most].tolist(), proposes, ask_seconds)
         # A proposer on the device makes as many for all rows as one of them needs: each depth is tried.
-        depths = range(1, most + 1) if proposes and self._proposals_cost(count) else [most]
+        depths = range(1, most + 1) if proposes and self._proposals_cost(count) >= DEPTH_COST else [most]
         order = np.argsort(-gains, axis=None, kind="stable")
         every, places = gains.ravel()[order], order % gains.shape[1]
         reach = self.times.reach(count)
@@ -198,9 +206,21 @@ class Tuner:
         is_chosen[order[places < depth][:level]] = True
         return is_chosen.reshape(gains.shape).sum(1), made
 
-    def _proposals_cost(self, rows: int) -> bool:
-        """Whether drafts that the device makes in vain cost something."""
-        return self.times.prices(rows)[2] * self._most >= FREE_COST
+    def _best_of_one(self, gains: list[float], proposes: bool, ask_seconds: float) -> tuple[NDArray[np.int64], int]:
+        """`_best` for one row: without arrays, because its steps are short and a CPU does nothing else meanwhile."""
+        seconds_of = self.times.seconds_of(1)
+        plain = longest = seconds_of(0, 0)
+        tokens, best, chosen = 1.0, LEAST_GAIN / plain, 0
+        for drafts, gain in enumerate(gains[: self.times.reach(1)], 1):
+            tokens += gain
+            longest = max(longest, seconds_of(drafts, drafts if proposes else 0) + ask_seconds)
+            if tokens / longest > best:
+                best, chosen = tokens / longest, drafts
+        return np.array([chosen]), chosen
+
+    def _proposals_cost(self, rows: int) -> float:
+        """Share of a step's time that all drafts which the device may make cost."""
+        return self.times.prices(rows)[2] * self._most
 
     def _probes(self, rows: NDArray[np.int64], most: NDArray[np.int64], drafts: NDArray[np.int64]) -> NDArray[np.int64]:
         """Drafts for rows that are due to be tried again, as far as the time for that allows."""
@@ -220,8 +240,6 @@ class Tuner:
     def _proposals(self, rows: NDArray[np.int64], depth: int) -> int:
         """Drafts that the device is to make for the next step; `depth`: as many as pay for some row."""
         base, draft, price = self.times.prices(len(rows))
-        if not self._proposals_cost(len(rows)):
-            return self._most
         if depth:
             return depth
         # For rows that are tried again in the next step; the proposer works for all rows at once.
